@@ -3,7 +3,7 @@
 This file imports no torch, so that `wide --help` is quick. Each field says its unit and, where it has one, its source.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from wide.errors import ConfigError
@@ -31,7 +31,6 @@ class WideConfig(Checked):
         router_input: 'normed' is X of the paper's equations (what the sub-layer itself receives); 'residual' is the
             stream before the norm; 'layer_input' is the stream before the layer, for both sublayers.
         router_bias: Whether the router's second matrix has a bias (the paper's equations have none).
-        execute_bias: Initial margin toward execution, in logits; needs `router_bias`.
         ffn_grouping: 'adjacent' groups channels as they lie in the model (paper); 'clustered' first puts channels that
             matter for the same tokens side by side, which leaves each FFN's function as it is (`wide.prune` reads
             `start_tokens` for it).
@@ -47,17 +46,14 @@ class WideConfig(Checked):
     router_rank: Positive = 32
     router_input: RouterInput = "normed"
     router_bias: bool = False
-    execute_bias: float = 0.0
     ffn_grouping: FfnGrouping = "adjacent"
     router_start: RouterStart = "random"
     start_tokens: Positive = 16_384
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
-        if self.execute_bias != 0.0 and not self.router_bias:
-            raise ConfigError(f"execute_bias={self.execute_bias} needs router_bias=true")
-        if self.router_start == "fitted" and not (self.router_bias and self.execute_bias == 0.0):
-            raise ConfigError(f"router_start='fitted' needs router_bias=true, execute_bias=0, not {self.execute_bias}")
+        if self.router_start == "fitted" and not self.router_bias:
+            raise ConfigError("router_start='fitted' needs router_bias=true")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,34 +65,16 @@ class ObjectiveConfig(Checked):
         target: 'mean': unweighted mean of attention and FFN skip rates (paper); 'uniform': a term each (paper,
             appendix); 'linear_flops': each group weighs the matrix-product work that skipping it saves.
         weight: alpha of the paper.
-        include_fixed: For 'linear_flops': count K, V and the output head, which are never skipped, into the total.
         distillation: Weight of KL(dense || pruned) on the logits; 0 turns it off, 1 replaces the LM loss.
-        ramp: Share of the steps over which the target rises linearly from 0; 0 turns it off (paper).
         smoothing: Distance from the target within which the sparsity term is quadratic, so that its slope vanishes at
             the target instead of changing sign with every step; 0 is the paper's absolute distance.
-        per_token: Whether the distance is that of every token's own skip rate over the layers, averaged over tokens
-            (D-LLM), instead of that of the mean over tokens (paper).
-        weight_ramp: Whether the weight rises from 0 at the first step to `weight` at the last, as a quarter of a sine
-            (D-LLM); otherwise it is constant (paper).
     """
 
     sparsity: Sparsity = 0.5
     target: SparsityTarget = "mean"
     weight: NotNegative = 20.0
-    include_fixed: bool = False
     distillation: Share = 0.0
-    ramp: Share = 0.0
     smoothing: Share = 0.0
-    per_token: bool = False
-    weight_ramp: bool = False
-
-
-def objective_after_stage_1(objective: ObjectiveConfig) -> ObjectiveConfig:
-    """Return what stage 2 minimises after a stage 1 that minimised `objective`: the same, in full from its first step.
-
-    Ramps are for routers that know nothing yet.
-    """
-    return replace(objective, ramp=0.0, weight_ramp=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +92,6 @@ class StageConfig(Checked):
         warmup: Share of the steps with linearly rising learning rate.
         temperature_start: Gumbel-softmax temperature at the first step.
         temperature_end: Temperature at the last step, reached linearly.
-        noise: Share of the steps, from the first on, that sample masks; in those after them masks are what inference
-            executes, with the same straight-through gradient. 1 is the paper's.
         gradient_checkpointing: Trade a second forward for memory (always non-reentrant).
         compile: Whether `torch.compile` fuses each layer's forward and backward: faster and leaner after a first step
             of seconds. Noise is then another sample of the same distribution.
@@ -133,7 +109,6 @@ class StageConfig(Checked):
     warmup: Share = 0.1
     temperature_start: AboveZero = 5.0
     temperature_end: AboveZero = 0.5
-    noise: Share = 1.0
     gradient_checkpointing: bool = False
     compile: bool = False
     checkpoint_every: Count = 500

@@ -9,7 +9,7 @@ from wide.grouping import Grouping
 from wide.schema import Between, Checked, typed
 
 RouterInput = Literal["normed", "residual", "layer_input"]
-RouterForm = Literal["bottleneck", "linear", "mlp", "dllm"]
+RouterForm = Literal["bottleneck", "mlp", "dllm"]
 
 # Beyond any that makes sense, so that a damaged plan asks for no memory.
 Rank = Annotated[int, Between(1, 2**16)]
@@ -77,8 +77,8 @@ class Routed(Checked):
         router_input: What the router reads: 'normed' is the normed input of the sub-layer, 'residual' the raw residual
             stream before that norm, 'layer_input' the stream before the layer, for both halves.
         bias: Whether the router's second matrix has a bias; the other forms have theirs always.
-        form: 'bottleneck' is two matrices without anything in between (the paper's); 'linear' one matrix, rank unused;
-            'mlp' two with a ReLU in between (SkipGPT); 'dllm' two with RMSNorm and SiLU in between (D-LLM).
+        form: Of two matrices: 'bottleneck' has nothing in between (the paper's), 'mlp' a ReLU (SkipGPT), 'dllm' RMSNorm
+            and SiLU (D-LLM).
         evicts: For an attention of one group: later tokens do not see the keys and values of tokens that skip it.
         first_tokens: So many tokens at the start of each sequence always execute.
     """

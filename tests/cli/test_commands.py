@@ -19,11 +19,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import wide
 from wide.cli.main import main
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-from wide.data.batches import load_blocks
+from wide.config import ObjectiveConfig, StageConfig
 from wide.data.corpus import load_documents
 from wide.data.tokenizer import load_tokenizer
-from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.report.selection import Selection
@@ -240,40 +238,6 @@ def objective_of_stage_2(folder):
     return json.loads((folder / "adapter" / "wide_config.json").read_text())["provenance"]["recover"]["objective"]
 
 
-@pytest.mark.parametrize(
-    ("given", "ramps"),
-    [
-        (["--objective.ramp=1", "--ffn_group_size=16", "--router_rank=4"], {"ramp": 1.0}),
-        (
-            ["--method=dllm-original", "--dllm-original.penalty=token", "--dllm-original.dense_layers=0"],
-            {"weight_ramp": True},
-        ),
-    ],
-)
-def test_every_way_to_stage_2_has_the_full_target_from_its_first_step(
-    given, ramps, tiny_model_folder, prose_folder, tmp_path
-):
-    everyday = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--report=false", "--eval.tokens=0"]
-    everyday += [*LORA, "--dtype=float32", "--device=cpu"]
-    train = ["--train.steps=2", "--train.batch_size=2", "--train.sequence_length=32"]
-    assert main(["prune", *everyday, "--output", str(tmp_path / "both"), *train, *given]) == 0
-    adapter = tmp_path / "both" / "stage1" / "adapter"
-    assert main(["recover", *everyday, "--output", str(tmp_path / "alone"), "--adapter", str(adapter)]) == 0
-    stage = RecoverConfig(steps=2, batch_size=2, sequence_length=32)
-    blocks = load_blocks(str(prose_folder), load_tokenizer(tiny_model_folder), sequence_length=32)
-    model = wide.load(str(tiny_model_folder), adapter)
-    wide.recover(model, blocks, stage=stage)
-
-    found = [objective_of_stage_2(tmp_path / name) for name in ("both", "alone")]
-    found += [attachment(model).provenance["recover"]["objective"]]
-    before = attachment(model).provenance["prune"]["objective"]
-    assert {name: before[name] for name in ramps} == ramps
-    assert found == [before | {"ramp": 0.0, "weight_ramp": False}] * 3
-    lines = (tmp_path / "both" / "stage2" / "metrics.jsonl").read_text().splitlines()
-    targets = [line["value"] for line in map(json.loads, lines) if line["metric"].endswith("sparsity.target")]
-    assert targets == [before["sparsity"]] * 2
-
-
 @pytest.fixture
 def recover_static(tiny_model_folder, prose_folder, tmp_path):
     """Return a function that recovers, through the command, an adapter that skips two half-layers for every token."""
@@ -298,7 +262,7 @@ def test_recover_trains_lora_alone_where_there_are_no_routers(recover_static, tm
     assert objective_of_stage_2(tmp_path / "again") == objective_of_stage_2(tmp_path / "run")
 
 
-@pytest.mark.parametrize("flag", ["--sparsity 0.25", "--objective.weight 20.0", "--objective.ramp 0.5"])
+@pytest.mark.parametrize("flag", ["--sparsity 0.25", "--objective.weight 20.0"])
 def test_recover_refuses_to_steer_what_has_no_routers(flag, recover_static, tmp_path, capsys):
     assert recover_static("run", *flag.split()) == 2
     error = capsys.readouterr().err

@@ -81,13 +81,13 @@ def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tm
     saved = tmp_path / "run" / "config.yaml"
     whole = yaml.safe_load(saved.read_text())
     older = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
-    del older["objective"]["smoothing"], older["recover"]["noise"], older["description"]
+    del older["objective"]["smoothing"], older["recover"]["lora_dropout"], older["description"]
     saved.write_text(yaml.safe_dump(older))
     command.run([*given, "--resume"])
     assert yaml.safe_load(saved.read_text()) == whole
     saved.write_text(yaml.safe_dump(older))
-    with pytest.raises(ConfigError, match=r"recover.noise 1.0 -> 0.5"):
-        command.run([*given, "--resume", "--recover.noise", "0.5"])
+    with pytest.raises(ConfigError, match=r"recover.lora_dropout 0.1 -> 0.5"):
+        command.run([*given, "--resume", "--recover.lora_dropout", "0.5"])
 
 
 def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
@@ -141,7 +141,7 @@ def test_misplaced_words_are_refused_with_the_reason(arguments, words, capsys):
 
 @pytest.mark.parametrize("method", [name for name in names() if get(name).trains])
 def test_every_trained_method_takes_the_same_of_the_objective(method):
-    wanted = {"weight": 3.0, "distillation": 0.5, "ramp": 0.25, "smoothing": 0.05}
+    wanted = {"weight": 3.0, "distillation": 0.5, "smoothing": 0.05}
     given = [word for name, value in wanted.items() for word in (f"--objective.{name}", str(value))]
     alone = prune.request(prune.arguments(method).parse([*EVERYDAY, "--method", method, *given])).objective
     together = asked(*given, methods=method).objective
@@ -299,7 +299,7 @@ def test_a_variant_may_count_its_sparsity_otherwise(tmp_path):
 
 
 def test_settings_of_variants_are_converted_as_flags_are(tmp_path):
-    given = {"tyr-short": {"method": "tyr", "stage_tokens": [64, 128], "survivors": [2], "copies_folder": None}}
+    given = {"tyr-short": {"method": "tyr", "stage_tokens": [64, 128], "survivors": [2]}}
     assert with_variants(tmp_path, "tyr-short", given).settings["tyr-short"].stage_tokens == (64, 128)
     with pytest.raises(UsageError, match=r"variants: g: .*ffn_group_size"):
         with_variants(tmp_path, "g", {"g": {"method": "wide", "ffn_group_size": "many"}})

@@ -47,7 +47,6 @@ def of(method, *given):
             ["--ffn_group_size=16", *TRAINED, "--sample.prompt=a", "--sample.tokens=200"],
             "sample: 2 tokens of prompt and",
         ),
-        (["--ffn_group_size=16", *TRAINED, "--router_start=fitted", "--objective.ramp=0.5"], "router_start"),
     ],
 )
 def test_what_is_refused_leaves_nothing(given, words, tiny_model_folder, prose_folder, tmp_path, capsys):

@@ -1,7 +1,5 @@
 """D-LLM with eviction: what skipping tokens leave in a layer is seen by no one, in one forward or step by step."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from depth_toys import counted, kept_weights, logits, random_ids, train
@@ -17,14 +15,13 @@ from wide.errors import ConfigError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.inference.optimize import optimize
 from wide.methods.catalogue import DLLMOriginalConfig
-from wide.methods.dllm import _penalty, route_original
+from wide.methods.dllm import route_original
 from wide.methods.method import Target
-from wide.methods.routed import objective_for
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
-from wide.models.observe import capture_routing, force_routing, observe
+from wide.models.observe import capture_routing, force_routing
 from wide.plan import Dense, Following, LayerPlan, Plan, Routed
 from wide.routing import LayerRouting
 from wide.training.modes import training_mode
@@ -261,90 +258,6 @@ def test_training_meets_the_target_over_all_layers(tmp_path):
     assert torch.equal(logits(detach(again), tokens), logits(dense_model(num_hidden_layers=3), tokens))
 
 
-def test_the_penalty_on_every_token_is_over_all_layers_and_leaves_the_first_tokens_out():
-    torch.manual_seed(0)
-    model = attach(dense_model(num_hidden_layers=3), Plan((DENSE, *plan(first_tokens=2).layers)))
-    plan_, settings = attachment(model).plan, replace(SETTINGS, penalty="token")
-    config, told = _penalty(settings, ObjectiveConfig(sparsity=0.6), discover(model), plan_, Target(sparsity=0.4))
-    assert told == ()
-    assert (config.per_token, config.weight_ramp) == (True, True)
-    batch = blocks_of_text().batch([0, 1])
-    with training_mode(model, routers=True, gradient_checkpointing=False):
-        torch.manual_seed(1)
-        _, measured = Objective(model, config)(batch)
-        torch.manual_seed(1)
-        with observe(model) as routing:
-            model(input_ids=batch.input_ids)
-    executed = 1 + routing[1].attention[..., 0] + routing[2].attention[..., 0]
-    # 40 % of all layers are to be skipped: 60 % of the two that have routers.
-    distance = (executed / 3 - 0.6).abs()[:, 2:].mean()
-    assert float(measured.loss) == pytest.approx(float(measured.lm_loss) + 5.0 * float(distance.detach()), rel=1e-5)
-
-
-@pytest.mark.parametrize("evicts", [False, True])
-def test_the_penalty_on_every_token_is_over_all_work_where_the_target_is(evicts):
-    torch.manual_seed(0)
-    model = attach(dense_model(num_hidden_layers=3), Plan((DENSE, *plan(evicts).layers)))
-    specs, plan_, target = discover(model), attachment(model).plan, Target(sparsity=0.3, match="linear_flops")
-    objective = objective_for(specs, plan_, target, ObjectiveConfig())
-    config, told = _penalty(replace(SETTINGS, penalty="token"), objective, specs, plan_, target)
-    # Layers are alike, so shares of their work are shares of layers, unless keys and values stay.
-    assert bool(told) != evicts
-    batch = blocks_of_text().batch([0, 1])
-    with training_mode(model, routers=True, gradient_checkpointing=False):
-        torch.manual_seed(1)
-        _, measured = Objective(model, config)(batch)
-        torch.manual_seed(1)
-        with observe(model) as routing:
-            model(input_ids=batch.input_ids)
-    weights = layer_weights(specs[0])
-    of_layer = weights.total - (0 if evicts else weights.key_value)
-    skipped = 2 - routing[1].attention[..., 0] - routing[2].attention[..., 0]
-    distance = (0.3 - skipped * of_layer / (3 * weights.total)).abs().mean()
-    assert float(measured.loss) == pytest.approx(float(measured.lm_loss) + 5.0 * float(distance.detach()), rel=1e-5)
-
-
-def test_the_penalty_on_every_token_rises_and_makes_depths_more_alike(monkeypatch):
-    spreads, weights = {}, []
-    of_step = Objective.__call__
-
-    def noted(self, *args, weight, **options):
-        weights.append(weight)
-        return of_step(self, *args, weight=weight, **options)
-
-    monkeypatch.setattr(Objective, "__call__", noted)
-    for penalty in ("mean", "token"):
-        weights.clear()
-        model = dense_model(num_hidden_layers=4)
-        _, deviations = train(
-            model,
-            route_original,
-            text := blocks_of_text(),
-            Target(sparsity=0.4),
-            replace(SETTINGS, penalty=penalty),
-            stage=stage(steps=40, batch_size=16),
-            objective=ObjectiveConfig(),
-        )
-        assert any("penalty" in sentence for sentence in deviations) == (penalty == "mean")
-        if penalty == "token":
-            assert weights[0] == 0.0
-            # 5 where rates are over all four layers, as the original's; here they are over the three with routers.
-            assert weights[-1] == pytest.approx(5.0 * 3 / 4)
-        else:
-            assert set(weights) == {20.0}
-        depths = []
-        with capture_routing(model) as routing:
-            for batch in text.in_order(16):
-                logits(model, batch.input_ids)
-                depths.append(
-                    sum(layer.attention[:, 2:, 0].float() for layer in routing if layer.attention is not None)
-                )
-        depth = torch.cat(depths)
-        assert float(depth.mean()) == pytest.approx(3 - 0.4 * 4, abs=0.15)
-        spreads[penalty] = float(depth.std())
-    assert spreads["token"] < 0.8 * spreads["mean"]
-
-
 def test_routers_begin_by_executing_most_tokens():
     model = attach(dense_model(hidden_size=32), plan())
     torch.manual_seed(0)
@@ -363,8 +276,6 @@ def test_what_cannot_be_is_refused():
         DLLMOriginalConfig(dense_layers=-1)
     with pytest.raises(ConfigError, match="temperature"):
         DLLMOriginalConfig(temperature=0.0)
-    with pytest.raises(ConfigError, match="penalty must be"):
-        DLLMOriginalConfig(penalty="tokens")
     ffn = Routed(grouping=Grouping.whole(64), rank=8, evicts=True)
     with pytest.raises(ShapeError, match="only an attention evicts"):
         attach(dense_model(), Plan((LayerPlan(attention=Dense(), ffn=ffn),) * 2))

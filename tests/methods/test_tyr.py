@@ -16,7 +16,7 @@ from wide.methods.catalogue import TyrConfig
 from wide.methods.layer_runner import EditedWeights, LayerRunner
 from wide.methods.method import Target, channels_share, width_share
 from wide.methods.second_order import GramAccumulator, UnitPruner
-from wide.methods.tyr import Copies, Levels, Projection, Supernet, TopKDivergence, evolve, mutant
+from wide.methods.tyr import Levels, Projection, Supernet, TopKDivergence, evolve, mutant
 from wide.models.attach import attach, detach
 from wide.models.cost import static_sparsity
 from wide.models.discovery import discover
@@ -54,11 +54,10 @@ def removed_of(plan, half):
     return [count(getattr(layer, half)) for layer in plan.layers]
 
 
-@pytest.mark.parametrize("score", ["reference_signed", "paper_abs", "exact_obs"])
-def test_both_totals_are_exact_and_the_model_is_left_as_it_was(score):
+def test_both_totals_are_exact_and_the_model_is_left_as_it_was():
     model = make("llama", **CHANGES)
     with kept_weights(model):
-        decision = tyr.decide(model, text(), Target(sparsity=0.5), with_settings(score=score))
+        decision = tyr.decide(model, text(), Target(sparsity=0.5), SETTINGS)
     heads = [4 if count is None else count for count in removed_of(decision.plan, "attention")]
     channels = [64 if count is None else count for count in removed_of(decision.plan, "ffn")]
     assert sum(heads) == 6
@@ -72,16 +71,15 @@ def test_both_totals_are_exact_and_the_model_is_left_as_it_was(score):
     detach(model)
 
 
-def test_the_same_seed_gives_the_same_decision_with_copies_in_memory_or_in_a_folder(tmp_path):
+def test_the_same_seed_gives_the_same_decision():
     model = make("llama", **CHANGES).bfloat16()
     first = tyr.decide(model, text(), Target(sparsity=0.25), SETTINGS)
-    second = tyr.decide(model, text(), Target(sparsity=0.25), with_settings(copies_folder=str(tmp_path)))
+    second = tyr.decide(model, text(), Target(sparsity=0.25), SETTINGS)
     assert first.plan == second.plan
     assert first.notes == second.notes
     for name, weight in first.weights.items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, second.weights[name])
-    assert not list(tmp_path.iterdir())
 
 
 def test_linear_flops_reach_the_share_of_all_products(monkeypatch):
@@ -120,7 +118,7 @@ def test_masked_weights_equal_a_physically_sliced_attention_with_gathered_keys()
     attention(hidden, position, None)
     handle.remove()
     pruner = UnitPruner(attention.o_proj.weight, gram.matrix, unit_size=8, damping=0.01)
-    weight, kept = pruner.prune(1, rounds=1, score="exact_obs")
+    weight, kept = pruner.prune(1, rounds=1)
     heads = kept.nonzero().squeeze(1)
     with EditedWeights(model) as weights, torch.no_grad():
         weights.set(attention.o_proj, weight)
@@ -164,29 +162,10 @@ def test_gates_and_weights_agree_and_slicing_changes_nothing(sparsity):
         assert torch.equal(weight.any(0).view(-1, size).any(1), scale.bool())
 
 
-def test_of_two_equal_channels_one_goes_first_and_the_other_takes_over():
-    model = make("llama", initializer_range=0.3)
-    with torch.no_grad():
-        for linear in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj):
-            linear.weight[17] = linear.weight[5]
-    spec = discover(model)[0]
-    gram = GramAccumulator(64, device=torch.device("cpu"))
-    runner = LayerRunner(model, discover(model), tokens(16, 16), batch_size=8)
-    inputs = []
-    runner.observe(0, {spec.ffn.down: lambda x: (gram.add(x), inputs.append(x))})
-    weight, kept = UnitPruner(spec.ffn.down.weight, gram.matrix, unit_size=1, damping=1e-4).prune(
-        1, rounds=1, score="exact_obs"
-    )
-    assert (~kept).nonzero().item() in (5, 17)
-    flat = torch.cat(inputs).flatten(0, 1)
-    before, after = flat @ spec.ffn.down.weight.detach().T, flat @ weight.T
-    assert float((before - after).norm() / before.norm()) < 1e-2
-
-
 def supernet(model, settings, expected=(2, 32) * 3):
     specs = discover(model)
     ids = windows(text(), count=12, length=16, seed=0)
-    net = Supernet(specs, EditedWeights(model), Copies(None), settings)
+    net = Supernet(specs, EditedWeights(model), settings)
     net.set_levels(expected, 0)
     runner = LayerRunner(model, specs, ids, batch_size=5)
     passed = net.fill(runner, "layers")
@@ -200,10 +179,10 @@ def test_copies_exist_at_every_level_with_exact_counts_and_dense_and_empty_ends(
     for index, (target, of) in enumerate(zip(targets, levels, strict=True)):
         assert list(of.all()) == [-2, -1, 0, 1, 2]
         for level in of.all():
-            kept = copies.get(index, level)[1]
+            kept = copies[index, level][1]
             assert int((~kept).sum()) == of.removed(level) == target.num_units // 4 * (level + 2)
-        assert torch.equal(copies.get(index, -2)[0], target.linear.weight)
-        assert not copies.get(index, 2)[0].any()
+        assert torch.equal(copies[index, -2][0], target.linear.weight)
+        assert not copies[index, 2][0].any()
 
 
 def test_later_layers_are_fitted_to_inputs_with_the_error_of_earlier_ones():
@@ -212,17 +191,17 @@ def test_later_layers_are_fitted_to_inputs_with_the_error_of_earlier_ones():
     specs = discover(model)
     ids = windows(text(), count=12, length=16, seed=0)
     with EditedWeights(model) as weights:
-        weights.set(targets[0].linear, copies.get(0, 0)[0])
-        weights.set(targets[1].linear, copies.get(1, 0)[0])
+        weights.set(targets[0].linear, copies[0, 0][0])
+        weights.set(targets[1].linear, copies[1, 0][0])
         runner = LayerRunner(model, specs, ids, batch_size=5)
         runner.advance(0)
     gram = GramAccumulator(64, device=torch.device("cpu"))
     runner.observe(1, {targets[3].linear: gram.add})
     pruner = UnitPruner(targets[3].linear.weight, gram.matrix, unit_size=1, damping=SETTINGS.damping)
     for level in levels[3].all():
-        weight, kept = pruner.prune(levels[3].removed(level), rounds=4, score=SETTINGS.score)
-        assert torch.equal(copies.get(3, level)[1], kept)
-        torch.testing.assert_close(copies.get(3, level)[0], weight)
+        weight, kept = pruner.prune(levels[3].removed(level), rounds=4)
+        assert torch.equal(copies[3, level][1], kept)
+        torch.testing.assert_close(copies[3, level][0], weight)
 
 
 def test_the_released_code_fits_every_layer_behind_unpruned_ones():
@@ -237,8 +216,8 @@ def test_the_released_code_fits_every_layer_behind_unpruned_ones():
             dense.observe(2, {targets[5].linear: gram.add})
         dense.advance(index)
     pruner = UnitPruner(targets[5].linear.weight, gram.matrix, unit_size=1, damping=SETTINGS.damping)
-    weight, _ = pruner.prune(levels[5].removed(0), rounds=4, score=SETTINGS.score)
-    torch.testing.assert_close(copies.get(5, 0)[0], weight)
+    weight, _ = pruner.prune(levels[5].removed(0), rounds=4)
+    torch.testing.assert_close(copies[5, 0][0], weight)
     assert all(torch.equal(*pair) for pair in zip(runner.inputs, dense.inputs, strict=True))
 
 
@@ -266,8 +245,8 @@ def test_mean_propagation_weighs_copies_by_what_they_keep():
             attention, ffn = min(max(level, -1), 1), level
             keep = (1 - levels[0].removed(attention) / 4 + 1 - levels[1].removed(ffn) / 64) / 2
             with EditedWeights(model) as weights:
-                weights.set(targets[2 * index].linear, copies.get(2 * index, attention)[0])
-                weights.set(targets[2 * index + 1].linear, copies.get(2 * index + 1, ffn)[0])
+                weights.set(targets[2 * index].linear, copies[2 * index, attention][0])
+                weights.set(targets[2 * index + 1].linear, copies[2 * index + 1, ffn][0])
                 replay = LayerRunner(model, specs, ids, batch_size=5)
                 replay.inputs = inputs
                 sums = sums + keep * torch.cat([replay.call(index, batch) for batch in range(3)])
@@ -281,7 +260,7 @@ def test_levels_stay_inside_what_there_is_and_halve_with_the_iterations():
     eight = Projection(layer=0, kind="attention", linear=torch.nn.Linear(8, 1), unit_size=1)
     of = Levels.around(eight, 3, step=2, per_side=4)
     assert [of.removed(level) for level in of.all()] == [1, 3, 5, 7]
-    net = Supernet(discover(model), EditedWeights(model), Copies(None), TyrConfig(min_channel_step=3))
+    net = Supernet(discover(model), EditedWeights(model), TyrConfig(min_channel_step=3))
     steps = []
     for iteration in (0, 1, 5):
         net.set_levels([2, 32, 2, 32], iteration)
@@ -292,7 +271,7 @@ def test_levels_stay_inside_what_there_is_and_halve_with_the_iterations():
 @pytest.mark.parametrize("share", [0.1, 0.3, 1 / 3, 0.5, 0.9])
 def test_budgets_are_exact_in_total_and_even(share):
     model = make("llama", num_hidden_layers=5, intermediate_size=72)
-    budget = Supernet(discover(model), EditedWeights(model), Copies(None), TyrConfig()).initial_budget(share)
+    budget = Supernet(discover(model), EditedWeights(model), TyrConfig()).initial_budget(share)
     for half, units in ((0, 4), (1, 72)):
         assert sum(budget[half::2]) == int(share * units * 5 + 0.5)
         assert max(budget[half::2]) - min(budget[half::2]) <= 1
@@ -378,8 +357,8 @@ def test_other_families_are_pruned_too(family):
 def test_settings_that_contradict_are_refused():
     with pytest.raises(ConfigError, match="survivors"):
         TyrConfig(survivors=(4,))
-    with pytest.raises(ConfigError, match="reference_signed"):
-        TyrConfig(score="magnitude")
+    with pytest.raises(ConfigError, match="expected"):
+        TyrConfig(propagation="magnitude")
     with pytest.raises(ConfigError, match="stage_tokens"):
         tyr.decide(make("llama"), text(), Target(sparsity=0.5), with_settings(stage_tokens=(4, 8, 8)))
     too_long = with_settings(search_window_length=999, stage_tokens=(999, 999, 999))

@@ -1,5 +1,7 @@
 """Masked routing equals an explicit reference on every family, with LoRA, compiled, checkpointed and cached."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from families import ALTERNATING, FAMILIES, STRAIGHT, alternating, make, tokens
@@ -9,11 +11,27 @@ from wide.models.attach import attach, attachment, detach
 from wide.models.gates import gate_groups, gate_heads
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing
+from wide.routing import LayerRouting
 from wide.training.token_loss import OutputHead
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 # Float32 sums in another order; everything else is exact.
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
+
+
+@contextmanager
+def decisions_over(model):
+    """Yield the masks of all forwards inside the block, one behind the other, as `force_routing` takes them."""
+    found = [LayerRouting() for _ in attachment(model).specs]
+
+    def join(*_):
+        for every, latest in zip(found, routing, strict=True):
+            for half in ("attention", "ffn"):
+                earlier, mask = getattr(every, half), getattr(latest, half)
+                setattr(every, half, mask if earlier is None else torch.cat([earlier, mask], dim=1))
+
+    with capture_routing(model) as routing, model.register_forward_hook(join):
+        yield found
 
 
 def explicit_reference(model, ids, routing):
@@ -131,7 +149,7 @@ def test_the_loss_needs_no_full_logits(family):
 def test_cached_generation_equals_the_full_forward_under_the_same_decisions(family, cache):
     model, ids = attach(make(family), CONFIG), tokens(batch=2, length=6)
     options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    with capture_routing(model, history=True) as routing:
+    with decisions_over(model) as routing:
         out = model.generate(ids, cache_implementation=cache, eos_token_id=None, **options)
     assert out.sequences.shape == (2, 12)
     with torch.no_grad(), force_routing(model, routing):

@@ -112,10 +112,8 @@ def _load(model, *, sharded):
 
 
 def joint_steps(parallel):
-    """Return what one step gives whose penalty is on the mean, and of one whose penalty is on every token."""
-    mean = _joint_step(parallel, ObjectiveConfig(sparsity=0.3, target="uniform"))
-    token = _joint_step(parallel, ObjectiveConfig(sparsity=0.3, per_token=True))
-    return mean | {f"per_token.{name}": value for name, value in token.items()}
+    """Return what one step gives."""
+    return _joint_step(parallel, ObjectiveConfig(sparsity=0.3, target="uniform"))
 
 
 def _joint_step(parallel, config, model=None):

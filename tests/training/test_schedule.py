@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wide.config import StageConfig
 from wide.errors import ConfigError
-from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
+from wide.training.schedule import learning_rate, temperature
 
 
 def test_learning_rate_rises_to_the_peak_and_falls_towards_zero():
@@ -30,20 +30,6 @@ def test_temperature_is_linear_between_both_ends():
     assert [temperature(s, steps=10, start=5.0, end=0.5) for s in (0, 9)] == [5.0, 0.5]
     assert temperature(3, steps=10, start=5.0, end=0.5) == pytest.approx(3.5)
     assert temperature(0, steps=1, start=5.0, end=0.5) == 5.0
-
-
-def test_the_ramp_ends_at_the_target():
-    assert sparsity_target(0, steps=10, final=0.5, ramp=0.0) == 0.5
-    assert [sparsity_target(s, steps=10, final=0.5, ramp=0.5) for s in (0, 4, 5, 9)] == [0.1, 0.5, 0.5, 0.5]
-
-
-def test_weight_of_the_sparsity_term_rises_from_nothing_as_a_quarter_of_a_sine():
-    weights = [sparsity_weight(step, steps=101, final=5.0, ramp=True) for step in range(101)]
-    assert weights[0] == 0.0
-    assert weights[50] == pytest.approx(5.0 * 0.5**0.5)
-    assert weights[-1] == 5.0
-    assert all(a < b for a, b in pairwise(weights))
-    assert {sparsity_weight(step, steps=101, final=5.0, ramp=False) for step in range(101)} == {5.0}
 
 
 @pytest.mark.parametrize(

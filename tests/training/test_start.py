@@ -15,7 +15,6 @@ from wide.errors import ConfigError, TrainingError
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.dial import measure_sparsity
-from wide.models.observe import observe
 from wide.training import channel_groups, router_fit
 from wide.training.activations import in_passes
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
@@ -226,41 +225,6 @@ def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path):
         assert torch.equal(one.down, other.down)
 
 
-def test_without_noise_training_runs_what_inference_runs_and_gradients_still_flow():
-    model = attach(dense_model(), WideConfig(ffn_group_size=16, router_rank=4))
-    control, ids = attachment(model).control, batches()[0].input_ids
-    with torch.no_grad():
-        wanted = model(ids).logits
-    for router in attachment(model).routers():
-        router.train()
-    control.sampling.noise, control.sampling.temperature = False, 0.7
-    with observe(model) as routing:
-        logits = model(ids).logits
-    assert torch.equal(logits, wanted)
-    logits.square().mean().backward()
-    for router in attachment(model).routers():
-        assert float(router.up.grad.abs().sum()) > 0
-    # d mask / d margin is that of a sigmoid at the temperature.
-    router = attachment(model).routers()[0]
-    hidden = torch.randn(3, 32)
-    margin = (router.logits(hidden) @ torch.tensor([1.0, -1.0])).detach().requires_grad_()
-    mask = router._trained_mask(torch.stack([margin, margin * 0], -1), margin)
-    (slope,) = torch.autograd.grad(mask.sum(), margin)
-    soft = (margin / 0.7).sigmoid()
-    torch.testing.assert_close(slope, soft * (1 - soft) / 0.7)
-    assert len(routing) == 2
-
-
-def test_the_last_steps_run_without_noise():
-    seen = []
-    model = attach(dense_model(), WideConfig(ffn_group_size=16, router_rank=4))
-    attachment(model).specs[0].attention.module.register_forward_pre_hook(
-        lambda *_: seen.append(attachment(model).control.sampling.noise) if torch.is_grad_enabled() else None
-    )
-    prune(model, RandomSource(), stage=stage(batch_size=64, steps=10, noise=0.7))
-    assert seen == [True] * 7 + [False] * 3
-
-
 def test_passes_hold_every_key_once_and_never_more_than_this_process_may_have(monkeypatch):
     sizes = dict.fromkeys(range(10), 1 << 31)
     passes = in_passes(sizes)
@@ -279,7 +243,6 @@ def test_passes_hold_every_key_once_and_never_more_than_this_process_may_have(mo
         ({"ffn_grouping": "sorted"}, "ffn_grouping"),
         ({"router_start": "warm"}, "router_start"),
         ({"router_start": "fitted"}, "router_bias"),
-        ({"router_start": "fitted", "router_bias": True, "execute_bias": 1.0}, "execute_bias"),
         ({"start_tokens": 0}, "start_tokens"),
     ],
 )
@@ -363,11 +326,6 @@ def test_routers_are_fitted_by_training_only():
     assert not is_attached(model)
 
 
-def test_a_start_at_the_target_and_a_ramp_toward_it_contradict():
-    with pytest.raises(ConfigError, match=r"objective\.ramp"):
-        prune(dense_model(), RandomSource(), config=FITTED, objective=ObjectiveConfig(ramp=0.1), stage=stage())
-
-
 class Counting(RandomSource):
     """Says whether any text was read."""
 
@@ -376,15 +334,6 @@ class Counting(RandomSource):
     def batch_at(self, step, **sizes):
         self.reads += 1
         return super().batch_at(step, **sizes)
-
-
-def test_a_target_out_of_reach_is_refused_before_text_is_read_and_the_model_is_left_alone():
-    model, source = dense_model(), Counting()
-    objective = ObjectiveConfig(sparsity=0.95, target="linear_flops", include_fixed=True)
-    with pytest.raises(ConfigError, match=r"out of reach.*gives"):
-        prune(model, source, config=CLUSTERED, objective=objective, stage=stage())
-    assert source.reads == 0
-    assert not is_attached(model)
 
 
 @pytest.mark.parametrize("step", [0, 5])
@@ -442,8 +391,3 @@ def test_the_text_that_the_start_reads_is_counted():
     assert (start["tokens_forward"], start["tokens_backward"]) == (ran["forward"], ran["backward"])
     assert start["tokens_backward"] == 512
     assert start["tokens_forward"] >= 3 * 512
-
-
-def test_noise_is_on_again_after_a_run_whose_last_steps_had_none():
-    model = prune(dense_model(), RandomSource(), config=UNFITTED, stage=stage(steps=4, noise=0.5))
-    assert attachment(model).control.sampling.noise

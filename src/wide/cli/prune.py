@@ -85,7 +85,7 @@ def _add_settings(flags: Arguments, method: str, in_files: Collection[str]) -> N
     if trains and method != _DEFAULT:
         flags.add_fields(ObjectiveConfig, prefix="objective", only=OBJECTIVE)
         reason = f"is a flag of method wide; {method} takes --match"
-        flags.refuse(["objective.target", "objective.include_fixed"], reason)
+        flags.refuse(["objective.target"], reason)
 
 
 def request(values: Mapping[str, Any]) -> PruneRequest:
@@ -122,10 +122,9 @@ def _settings(values: Mapping[str, Any], objective: ObjectiveConfig) -> Any:
         return build(get(values["method"]).settings, values, group=values["method"])
     if values["match"] == "nominal":
         return build(WideConfig, values)
-    if objective.target == "linear_flops" or objective.include_fixed:
+    if objective.target == "linear_flops":
         raise ConfigError(
-            "match=linear_flops says itself what is counted: leave objective.target at 'mean' or 'uniform', and "
-            "objective.include_fixed off"
+            "match=linear_flops says itself what is counted: leave objective.target at 'mean' or 'uniform'"
         )
     return build(WideMethodConfig, values, uniform=objective.target == "uniform")
 

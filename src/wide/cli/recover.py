@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.cli.arguments import Arguments
-from wide.config import ObjectiveConfig, RecoverConfig, objective_after_stage_1
+from wide.config import ObjectiveConfig, RecoverConfig
 from wide.errors import AdapterError, ConfigError, UsageError
 from wide.runs.process import stoppable
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, build, flags_named
@@ -94,7 +94,7 @@ def objective_after(name: str, changes: Mapping[str, Any]) -> ObjectiveConfig:
         raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
     with flags_named("objective", of=given, not_of=("sparsity",)):
         stage_1: ObjectiveConfig = typed(ObjectiveConfig, asdict(ObjectiveConfig()) | found, where)
-        return replace(objective_after_stage_1(stage_1), **given)
+        return replace(stage_1, **given)
 
 
 def _objective_without_routers(folder: Path, given: Mapping[str, Any]) -> ObjectiveConfig:

@@ -61,7 +61,7 @@ def compare(
         settings: By method, the settings that differ from its original's, e.g. {'wide': {'ffn_group_size': 32}}.
         variants: Further rows by name: {'wide-g64': {'method': 'wide', 'ffn_group_size': 64}}.
         stage: Training of methods that train routers; its sequence length packs the text of all methods.
-        objective: Loss of methods that train routers; only weight, distillation, ramp and smoothing count.
+        objective: Loss of methods that train routers; only weight, distillation and smoothing count.
         recover: LoRA for all rows; None leaves it out.
         budget: 'original' reads the text that each method's settings say, 'equal' as many tokens for every method.
         budget_scale: Factor on that amount.

@@ -14,7 +14,7 @@ from wide.records import Cell, Stage
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks, build, calibration_tokens
 from wide.schema import Between, Checked
 
-OBJECTIVE = ("weight", "distillation", "ramp", "smoothing")
+OBJECTIVE = ("weight", "distillation", "smoothing")
 """What of the objective can be set for every method that trains routers; the target says the rest."""
 VARIANT_KEYS = ("method", "match")
 """What a variant may say beside settings of its method."""

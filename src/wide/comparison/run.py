@@ -44,7 +44,7 @@ _SHARES = {
 """Metric below 'sparsity.' -> field of a method's report."""
 # Choices of the machine or of chance, and what the cell's name and settings say already.
 _NOT_OF_TRAINING = frozenset(
-    {"seed", "micro_batch_size", "gradient_checkpointing", "compile", "checkpoint_every", "sparsity", "include_fixed"}
+    {"seed", "micro_batch_size", "gradient_checkpointing", "compile", "checkpoint_every", "sparsity"}
 )
 _COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "linear FLOPs of the decoder layers"}
 

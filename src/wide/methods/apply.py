@@ -32,14 +32,12 @@ _FREE = frozenset(
         "gradient_checkpointing",
         "compile",
         "checkpoint_every",
-        "copies_folder",
         # What the row's own sentences tell, because the default is not the original's.
-        "penalty",
         "propagation",
     }
 )
 # Of the loss: what no original has.
-_EXTRAS = ("distillation", "ramp", "smoothing")
+_EXTRAS = ("distillation", "smoothing")
 _MEASURED_TOKENS, _TOKENS_PER_FORWARD = 65_536, 4_096
 _TIMED_TOKENS = 512
 

@@ -250,16 +250,12 @@ class TyrConfig(Calibrated):
     """Settings of Týr-the-Pruner.
 
     Args:
-        score: How units are ranked: 'reference_signed' is the released code's first-order plus second-order term,
-            'paper_abs' the paper's per-channel score with an absolute first-order term, 'exact_obs' the exact loss of
-            removing the unit.
         attention_rounds: Rounds in which the heads of a layer are removed, ranked anew before each.
         ffn_rounds: The same for FFN channels.
         damping: Share of the mean diagonal of the Gram matrix that is added to its diagonal.
         propagation: Inputs of the next layer: 'mean' from all copies, weighted by what they keep (paper); 'expected'
             from the copy at the layer's expected sparsity, which the released code is written for; 'dense' from the
             unpruned layer, which the released code comes to, because it overwrites that sparsity with 0.
-        copies_folder: Where the copies of pruned weights lie during the search; null keeps them in CPU memory.
         iterations: Times the copies are made and searched, with the step between sparsities halved each time.
         levels_per_side: Copies on each side of the expected one.
         first_step: Distance between the sparsities of neighbouring copies in the first iteration.
@@ -280,12 +276,10 @@ class TyrConfig(Calibrated):
     window_length: Positive = 4096
     batch_size: Positive = 4
     seed: int = 0
-    score: Literal["reference_signed", "paper_abs", "exact_obs"] = "reference_signed"
     attention_rounds: Positive = 1
     ffn_rounds: Positive = 16
     damping: float = 0.01
     propagation: Literal["expected", "mean", "dense"] = "expected"
-    copies_folder: str | None = None
     iterations: Positive = 4
     levels_per_side: Positive = 4
     first_step: float = 0.125
@@ -338,8 +332,6 @@ class DDPConfig(Checked):
         midpoint_end: Magnitude at which a gate counts as half pruned at the end (released code 0.1, paper 0.05).
         initial_spread: Standard deviation of the gates around 1 at the start.
         lowest: Gates are held at or above this after each step, so that they find the way back.
-        export: 'relu' prunes the gates whose magnitude is 0, 'topk_exact' more of the smallest where the target is not
-            met yet.
         gradient_checkpointing: Trade a second forward for memory.
         seed: Of the initial gates and the order of the text.
     """
@@ -357,7 +349,6 @@ class DDPConfig(Checked):
     midpoint_end: Annotated[float, Between(0, 0.5, without="low")] = 0.1
     initial_spread: NotNegative = 0.01
     lowest: Annotated[float, Between(high=0, hint="no gate could reach 0")] = -0.1
-    export: Literal["topk_exact", "relu"] = "topk_exact"
     gradient_checkpointing: bool = False
     seed: int = 17
 
@@ -415,8 +406,7 @@ class SkipGPTOriginalConfig(Checked):
     """Settings of SkipGPT as its authors released it.
 
     Args:
-        router_form: 'mlp' is the released code's, 'linear' the paper's single matrix.
-        router_rank: Width of the MLP; null means a quarter of the hidden size.
+        router_rank: Width of the routers' MLP; null means a quarter of the hidden size.
         router_init: Initial routers: 'kaiming' is the released code's, Kaiming-uniform with zero biases; 'uniform' that
             of torch's linear layers, with random biases and margins a quarter as wide.
         weight: Of the distance from the target sparsity in the loss.
@@ -425,7 +415,6 @@ class SkipGPTOriginalConfig(Checked):
         calibrate_threshold: Whether the threshold may be moved off 0, argmax, so that inference meets the target.
     """
 
-    router_form: Literal["mlp", "linear"] = "mlp"
     router_rank: Positive | None = None
     router_init: Literal["kaiming", "uniform"] = "kaiming"
     weight: NotNegative = 20.0
@@ -457,21 +446,13 @@ class DLLMOriginalConfig(TokenRouters):
     Args:
         dense_layers: Layers at the start that every token executes.
         first_tokens: Tokens at the start of each sequence that execute every layer.
-        evict: Whether later tokens do not see the keys and values of tokens that skip a layer.
         temperature: Of the Gumbel-softmax, the same at every step.
-        penalty: 'token' is the original's: the distance of every token's own skip rate from the target, with a weight
-            that rises from 0; 'mean' that of the mean over tokens, with the constant weight of the objective.
-        weight: Of the penalty 'token' at the last step. Rates are over all layers: of layers where the target is
-            nominal, as the original's, and of matrix-product work under match=linear_flops.
     """
 
     router_rank: Positive = 512
     dense_layers: Count = 2
     first_tokens: Count = 2
-    evict: bool = True
     temperature: AboveZero = 1.0
-    penalty: Literal["mean", "token"] = "mean"
-    weight: NotNegative = 5.0
 
 
 @method(

@@ -105,7 +105,7 @@ class Exported(NamedTuple):
     forced: tuple[int, ...]
 
 
-def export(raw: Sequence[Tensor], *, pruned: int | None) -> Exported:
+def export(raw: Sequence[Tensor], *, pruned: int) -> Exported:
     """Return the scales of trained gates, one kind of unit over all layers.
 
     At least one unit of each layer is kept; where its magnitude is 0, it keeps the smallest scale that any format of
@@ -114,12 +114,11 @@ def export(raw: Sequence[Tensor], *, pruned: int | None) -> Exported:
     Args:
         raw: z per layer, float32 `[units]`.
         pruned: Units that go, the smallest over all layers, first layers first among equals; more go only where more
-            have a magnitude of 0. None prunes exactly those.
+            have a magnitude of 0.
     """
     magnitudes = torch.cat([z.detach().float().cpu() for z in raw]).relu()
     scales = magnitudes.clone()
-    if pruned is not None:
-        scales[magnitudes.argsort(stable=True)[:pruned]] = 0.0
+    scales[magnitudes.argsort(stable=True)[:pruned]] = 0.0
     layers = list(scales.split([z.numel() for z in raw]))
     forced = []
     for index, (layer, z) in enumerate(zip(layers, raw, strict=True)):
@@ -176,9 +175,7 @@ class _Course:
         return self._facts()
 
     def exported(self, kind: str) -> Exported:
-        exact = self._settings.export == "topk_exact"
-        scales = [gate.scale for gate in self._gates[kind]]
-        return export(scales, pruned=self.goals[kind].pruned if exact else None)
+        return export([gate.scale for gate in self._gates[kind]], pruned=self.goals[kind].pruned)
 
     def _recount(self) -> None:
         self.goals = self._goals_for(lambda: [scale != 0 for scale in self.exported("attention").scales])
@@ -286,7 +283,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
         tensors=tensors,
         effort=effort,
         notes=_notes(facts, exported),
-        deviations=_deviations(facts, exported, course.goals, settings),
+        deviations=_deviations(facts, exported, course.goals),
     )
 
 
@@ -349,15 +346,12 @@ def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str,
     return notes
 
 
-def _deviations(
-    facts: dict[str, Any], exported: Mapping[str, Exported], goals: Mapping[str, _Goal], settings: DDPConfig
-) -> tuple[str, ...]:
-    found = ["trained on the benchmark's corpus, the original on FineWeb-Edu"]
-    if settings.export == "topk_exact":
-        found.append(
-            "the export prunes the target's share exactly, as the original's own evaluation does; the original exports "
-            "every gate above 0 (export relu)"
-        )
+def _deviations(facts: dict[str, Any], exported: Mapping[str, Exported], goals: Mapping[str, _Goal]) -> tuple[str, ...]:
+    found = [
+        "trained on the benchmark's corpus, the original on FineWeb-Edu",
+        "the export prunes the target's share exactly, as the original's own evaluation does; the original exports "
+        "every gate above 0",
+    ]
     for kind, result in exported.items():
         reached, wanted = facts[kind]["soft_sparsity"], goals[kind].sparsity
         if abs(reached - wanted) > _TOLERANCE:

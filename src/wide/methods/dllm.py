@@ -1,20 +1,18 @@
 """Layer skipping in D-LLM's manner: each token executes or skips whole layers, one router for both sublayers.
 
 'dllm' is as the WIDE paper's comparison most probably runs it: routers alone, no eviction of keys and values, no
-protected layers or tokens. 'dllm-original' has its authors' MLP routers, eviction, dense first layers and first tokens,
-and as a setting their penalty on every token. Otherwise both are steered by a penalty on the mean skip rate.
+protected layers or tokens. 'dllm-original' has its authors' MLP routers, eviction, dense first layers and first tokens.
+Both are steered by a penalty on the mean skip rate.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from wide.config import ObjectiveConfig
 from wide.errors import ConfigError
 from wide.grouping import Grouping
 from wide.methods.catalogue import DLLMConfig, DLLMOriginalConfig
-from wide.methods.method import Target, dense_plan, linear_work
+from wide.methods.method import Target, dense_plan
 from wide.methods.routed import Routing
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.plan import Following, LayerPlan, Plan, Routed
@@ -45,22 +43,21 @@ def route_original(specs: Sequence[BlockSpec], settings: DLLMOriginalConfig, ask
     UnsupportedModelError if an FFN cannot be routed.
     """
     protected = settings.dense_layers
-    own: dict[str, Any] = {"form": "dllm", "evicts": settings.evict, "first_tokens": settings.first_tokens}
+    own: dict[str, Any] = {"form": "dllm", "evicts": True, "first_tokens": settings.first_tokens}
     behind = tuple(_layer(spec, rank=settings.router_rank, **own) for spec in specs[protected:])
     plan = Plan((*dense_plan(len(specs[:protected])).layers, *behind))
     for spec in specs:
         feed_forward(spec)
-    objective, penalty = _penalty(settings, asked.objective, specs, plan, asked.target)
     heat = settings.temperature
     return dataclasses.replace(
         asked,
         config=plan,
         target=_target_of_routed_layers(asked.target, plan),
         stage=dataclasses.replace(asked.stage, temperature_start=heat, temperature_end=heat),
-        objective=objective,
         deviations=(
             "routers are trained before LoRA, the original trains both together",
-            *penalty,
+            f"the penalty is on the mean skip rate with a weight of {asked.objective.weight:g} throughout; the "
+            "original's on that of every token with a weight that rises from 0 to 5",
             "steps, sizes and learning rate are those of all rows; the original's are 10 epochs of its task at 9e-3 x "
             "batch size / 256",
             "inference routes by margin; the original's threshold is a probability of one half",
@@ -74,26 +71,6 @@ def _layer(spec: BlockSpec, **router: Any) -> LayerPlan:
     feed_forward(spec)
     whole = Grouping.whole(spec.attention.query_width)
     return LayerPlan(attention=Routed(grouping=whole, router_input="layer_input", bias=True, **router), ffn=Following())
-
-
-def _penalty(
-    settings: DLLMOriginalConfig, objective: ObjectiveConfig, specs: Sequence[BlockSpec], plan: Plan, target: Target
-) -> tuple[ObjectiveConfig, tuple[str, ...]]:
-    """Return the objective with the penalty that is set, and what of it is not the original's."""
-    if settings.penalty == "mean":
-        return objective, (
-            f"the penalty is on the mean skip rate with a weight of {objective.weight:g} throughout; the original's on "
-            "that of every token with a weight that rises from 0 to 5",
-        )
-    # The original's rates are over all layers, those of the objective over what has routers.
-    routed, layers = _num_routed(plan), len(plan.layers)
-    weight, told = settings.weight * routed / layers, tuple[str, ...]()
-    if target.match == "linear_flops":
-        skippable, total = linear_work(specs, plan)
-        weight = settings.weight * skippable / total
-        if not math.isclose(skippable * layers, total * routed):
-            told = ("a token's rate is the share of its matrix products that it skips, the original's that of layers",)
-    return dataclasses.replace(objective, weight=weight, per_token=True, weight_ramp=True), told
 
 
 def _num_routed(plan: Plan) -> int:

@@ -35,7 +35,7 @@ class Routing:
     """What a dynamic method trains; a nominal target is a share of what has routers.
 
     Args:
-        objective: Weights and ramp; its sparsity and measure are replaced by the target's.
+        objective: Its sparsity and measure are replaced by the target's.
         uniform: Steer attention and FFN to the same share each.
         initialise: Draws the initial parameters of a router in place of those that it comes with.
         deviations: Where this differs from the method's original, a sentence each.
@@ -110,7 +110,7 @@ def objective_for(
     """
     share = share_of_routed(specs, plan, target, "skipping what this plan routes")
     counted: SparsityTarget = "uniform" if uniform else "mean" if target.match == "nominal" else "linear_flops"
-    return dataclasses.replace(objective, sparsity=share, target=counted, include_fixed=False)
+    return dataclasses.replace(objective, sparsity=share, target=counted)
 
 
 def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:

@@ -4,28 +4,22 @@ For `y = x B` with inputs x, removing rows of B changes the outputs by `tr(dB^T 
 x`. All functions compute in the dtype of what they are given, float32 or float64.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from wide.errors import ConfigError
 
-Score = Literal["reference_signed", "paper_abs", "exact_obs"]
-
 
 class GramAccumulator:
-    """Sums `x^T x` over all tokens: `matrix` `[C, C]` in `dtype`, and `rows`, the tokens so far."""
+    """Sums `x^T x` over all tokens: `matrix` `[C, C]` in `dtype`."""
 
     def __init__(self, width: int, *, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.matrix = torch.zeros(width, width, device=device, dtype=dtype)
-        self.rows = 0
 
     def add(self, inputs: Tensor) -> None:
         """Add tokens `[..., C]` of any floating dtype."""
         flat = inputs.detach().flatten(0, -2).to(self.matrix.dtype)
         self.matrix.addmm_(flat.T, flat)
-        self.rows += len(flat)
 
 
 def damped(gram: Tensor, share: float) -> Tensor:
@@ -90,23 +84,18 @@ def restricted_least_squares(gram: Tensor, moments: Tensor, kept: Tensor) -> Ten
     return torch.cholesky_solve(moments[kept], cholesky_factor(gram[kept][:, kept]))
 
 
-def unit_scores(score: Score, inverse_gram: Tensor, rows: Tensor, moments: Tensor, unit_size: int) -> Tensor:
+def unit_scores(inverse_gram: Tensor, rows: Tensor, moments: Tensor, unit_size: int) -> Tensor:
     """Return how much each unit matters, `[C / unit_size]`; the least goes first.
 
+    It is `<B_g, G_g> + 1/2 tr(B_g^T (H^-1_gg)^-1 B_g)`, the first-order plus the second-order term of the released
+    code; the paper takes the first one absolute.
+
     Args:
-        score: 'exact_obs' is the loss increase of removing the unit, `1/2 tr(B_g^T (H^-1_gg)^-1 B_g)`;
-            'reference_signed' is `<B_g, G_g>` plus that; 'paper_abs' is `|<B_p, G_p>| + |B_p|^2 / (2 H^-1_pp)` per
-            channel p, averaged over the unit.
         inverse_gram: `H^-1` of the channels that are left, `[C, C]`.
         rows: Their weights B, `[C, M]`.
         moments: Their rows of `G = H B` of the unpruned matrix, `[C, M]`.
     """
-    if score == "paper_abs":
-        first = (rows * moments).sum(1).abs()
-        return (first + curvature_of_units(inverse_gram, rows, 1) / 2).unflatten(0, (-1, unit_size)).mean(1)
     second = curvature_of_units(inverse_gram, rows, unit_size) / 2
-    if score == "exact_obs":
-        return second
     return (rows * moments).sum(1).unflatten(0, (-1, unit_size)).sum(1) + second
 
 
@@ -134,7 +123,7 @@ class UnitPruner:
         """Units of the projection."""
         return len(self._rows) // self._unit_size
 
-    def prune(self, removed: int, *, rounds: int, score: Score) -> tuple[Tensor, Tensor]:
+    def prune(self, removed: int, *, rounds: int) -> tuple[Tensor, Tensor]:
         """Remove units, ranked anew in each round; the others take over what they can, by restricted least squares.
 
         Return the weight `[out, in]` in its own dtype with zero columns, and which units are kept, bool `[units]`.
@@ -149,7 +138,7 @@ class UnitPruner:
         for number in range(rounds):
             count = removed * (number + 1) // rounds - removed * number // rounds
             moments = self._moments[self._channels(kept)]
-            scores = unit_scores(score, inverse_gram, rows, moments, self._unit_size)
+            scores = unit_scores(inverse_gram, rows, moments, self._unit_size)
             going = torch.zeros_like(scores, dtype=torch.bool)
             going[scores.argsort(stable=True)[:count]] = True
             kept[kept.nonzero().squeeze(1)[going]] = False

@@ -41,7 +41,7 @@ def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, 
     rank = settings.router_rank or max(specs[0].hidden_size // _DEFAULT_RANK_SHARE, 1)
     return dataclasses.replace(
         asked,
-        config=sublayer_plan(specs, rank=rank, router_input="layer_input", bias=True, form=settings.router_form),
+        config=sublayer_plan(specs, rank=rank, router_input="layer_input", bias=True, form="mlp"),
         stage=dataclasses.replace(
             asked.stage, temperature_start=settings.temperature_start, temperature_end=settings.temperature_end
         ),
@@ -58,7 +58,7 @@ def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, 
 def _initialise_uniformly(router: Router) -> None:
     """Draw weights and biases as torch's linear layers do."""
     for weight, bias in ((router.down, router.down_bias), (router.up, router.bias)):
-        if weight is not None and bias is not None:
+        if bias is not None:
             bound = weight.shape[1] ** -0.5
             weight.uniform_(-bound, bound)
             bias.uniform_(-bound, bound)

@@ -11,14 +11,10 @@ Source: Li et al., "Týr-the-Pruner: Structural Pruning LLMs via Global Sparsity
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -69,9 +65,8 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
     share = width_share(specs, target)
     ids = calibration_windows(blocks, settings)
     effort = Effort()
-    place = nullcontext() if settings.copies_folder is None else TemporaryDirectory(dir=settings.copies_folder)
-    with judging(model), EditedWeights(model) as weights, place as folder:
-        supernet = Supernet(specs, weights, Copies(folder), settings)
+    with judging(model), EditedWeights(model) as weights:
+        supernet = Supernet(specs, weights, settings)
         judge = TopKDivergence(
             model, _search_windows(blocks, settings), top_k=settings.top_k, batch_size=settings.search_batch_size
         )
@@ -86,7 +81,7 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: TyrC
             removed = expected = supernet.removed(best)
             notes.append({"removed": removed, "divergence": history})
             if target.match == "linear_flops":
-                kept = [supernet.copies.get(index, best[index])[1] for index in range(0, len(best), 2)]
+                kept = [supernet.copies[index, best[index]][1] for index in range(0, len(best), 2)]
                 expected = supernet.with_channels(removed, channels_share(specs, target, kept))
         effort.tokens_forward += judge.tokens
         return _decision(supernet, best, effort, notes)
@@ -136,39 +131,17 @@ class Levels:
         return self.expected + level * self.step
 
 
-class Copies:
-    """Pruned weights by (projection, level), in CPU memory, or in a folder if there is one."""
-
-    def __init__(self, folder: str | None) -> None:
-        self._memory: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._folder = None if folder is None else Path(folder)
-
-    def put(self, projection: int, level: int, weight: Tensor, kept: Tensor) -> None:
-        """Keep the weight `[out, in]` of a projection at a level, and which of its units are kept, bool `[units]`."""
-        tensors = {"weight": weight.cpu(), "kept": kept.cpu()}
-        if self._folder is None:
-            self._memory[projection, level] = tensors
-        else:
-            save_file(tensors, self._folder / f"{projection}.{level}.safetensors")
-
-    def get(self, projection: int, level: int) -> tuple[Tensor, Tensor]:
-        """Return (weight, kept) on the CPU."""
-        if self._folder is None:
-            tensors = self._memory[projection, level]
-        else:
-            tensors = load_file(self._folder / f"{projection}.{level}.safetensors")
-        return tensors["weight"], tensors["kept"]
-
-
 class Supernet:
     """Copies of every output projection at several sparsities.
 
-    `projections` are those of all layers, attention before FFN, and `levels` theirs, once they are set. `weights` edits
-    the model, whose weights are dense between calls of `fill` and `load`.
+    `projections` are those of all layers, attention before FFN, and `levels` theirs, once they are set. `copies` are
+    (weight `[out, in]`, bool `[units]` of those kept) by (projection, level), on the CPU. `weights` edits the model,
+    whose weights are dense between calls of `fill` and `load`.
     """
 
-    def __init__(self, specs: Sequence[BlockSpec], weights: EditedWeights, copies: Copies, settings: TyrConfig) -> None:
-        self.weights, self.copies, self.settings = weights, copies, settings
+    def __init__(self, specs: Sequence[BlockSpec], weights: EditedWeights, settings: TyrConfig) -> None:
+        self.weights, self.settings = weights, settings
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.levels: list[Levels] = []
         self.projections: list[Projection] = []
         for spec in specs:
@@ -219,7 +192,7 @@ class Supernet:
 
     def load(self, index: int, level: int) -> None:
         """Put the copy of a projection at a level into the model."""
-        self.weights.set(self.projections[index].linear, self.copies.get(index, level)[0])
+        self.weights.set(self.projections[index].linear, self.copies[index, level][0])
 
     def fill(self, runner: LayerRunner, title: str) -> int:
         """Make the copies of all projections, layer after layer; return how many tokens went through all layers.
@@ -247,7 +220,8 @@ class Supernet:
         rounds = settings.attention_rounds if projection.kind == "attention" else settings.ffn_rounds
         for level in self.levels[index].all():
             removed = self.levels[index].removed(level)
-            self.copies.put(index, level, *pruner.prune(removed, rounds=rounds, score=settings.score))
+            weight, kept = pruner.prune(removed, rounds=rounds)
+            self.copies[index, level] = weight.cpu(), kept.cpu()
 
     def _propagate(self, runner: LayerRunner, layer: int, own: Mapping[int, Projection]) -> int:
         """Carry the outputs of a layer on to the next one; return how often the layer was run."""
@@ -419,7 +393,7 @@ def _decision(supernet: Supernet, best: Allocation, effort: Effort, notes: list[
     tensors: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
     for index, (projection, removed) in enumerate(zip(supernet.projections, supernet.removed(best), strict=True)):
-        weight, kept = supernet.copies.get(index, best[index])
+        weight, kept = supernet.copies[index, best[index]]
         if removed == 0:
             sublayers.append(Dense())
         elif removed == projection.num_units and projection.linear.bias is None:

@@ -57,7 +57,7 @@ from wide.plan import (
 from wide.schema import require
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_ATTRIBUTE, _SAVE, _REORDER = "_wide_attachment", "save_pretrained", "_reorder_cache"
+_ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
 
 
 @dataclass(slots=True)
@@ -212,13 +212,8 @@ def attach(
     if plan.stream is not None:
         attach_stream(specs, tensors, state.control, state.handles, state.parts)
     _protect_first_tokens(model, state)
-    if config is not None and config.execute_bias:
-        for router in state.routers():
-            router.reset_parameters(config.execute_bias)
     setattr(model, _ATTRIBUTE, state)
     state.weights_seen = sampled_values(model)
-    setattr(model, _REORDER, state.control.reorder_cache)
-    state.parts.append((model, _REORDER))
     # A class of full checkpoints writes the plan, too.
     if not getattr(model, "wide_saves_plan", False):
         setattr(model, _SAVE, partial(_save_whole, model))

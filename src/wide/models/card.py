@@ -90,8 +90,6 @@ def _asked(provenance: Mapping[str, Any]) -> tuple[str, float | None, Mapping[st
     prune = provenance.get("prune", {})
     objective = prune.get("objective", {})
     field = {"linear_flops": "linear_flops"}.get(objective.get("target"), "mean")
-    if field == "linear_flops" and objective.get("include_fixed"):
-        field = "linear_flops_with_fixed"
     return field, objective.get("sparsity"), provenance.get("recover", prune)
 
 
@@ -99,6 +97,5 @@ _STAGES = {"prune": "Stage 1 (routers)", "recover": "Stage 2 (LoRA)"}
 _COUNTED = {
     "mean": "of the groups (mean of attention and FFN)",
     "linear_flops": "of the prunable work",
-    "linear_flops_with_fixed": "of all work",
     "linear_flops_layers": "of the work of the decoder layers",
 }

@@ -107,7 +107,7 @@ def model_costs(model: nn.Module) -> Costs:
     return costs(state.specs, state.plan, vocab_size, heads=_kept_heads(state))
 
 
-def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: bool = False) -> list[float]:
+def half_weights(model: nn.Module, measure: Measure = "mean") -> list[float]:
     """Return what the skip rate of each router weighs in the sparsity of an attached model.
 
     The sparsity is the sum of weight times skip rate, in the order of `Attachment.routers()`. An FFN that follows the
@@ -117,7 +117,6 @@ def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: 
         measure: 'mean': unweighted mean over the routed layers of each kind of sublayer, then over the two kinds
             (paper, section 3.2); 'linear_flops': the share of the prunable matrix-product work; 'attention', 'ffn': the
             mean over the sublayers of that kind alone.
-        include_fixed: For 'linear_flops': count K, V and the output head into the total.
     """
     routers = attachment(model).routers()
     if measure == "mean":
@@ -128,8 +127,7 @@ def half_weights(model: nn.Module, measure: Measure = "mean", *, include_fixed: 
         counts = [measure in sublayers for sublayers in decided]
         return [count / max(sum(counts), 1) for count in counts]
     work = model_costs(model)
-    total = sum(layer.total if include_fixed else layer.prunable for layer in work.layers)
-    total += work.head if include_fixed else 0.0
+    total = sum(layer.prunable for layer in work.layers)
     return [
         sum(getattr(work.layers[router.layer_index], sublayer) for sublayer in sublayers) / total
         for router, sublayers in zip(routers, decided, strict=True)

@@ -35,9 +35,9 @@ _NUM_BINS = 1 << (32 - _SHIFT)
 class MarginHistogram:
     """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory."""
 
-    def __init__(self, model: nn.Module, measure: Measure, *, include_fixed: bool = False) -> None:
+    def __init__(self, model: nn.Module, measure: Measure) -> None:
         self._routers = attachment(model).routers()
-        weights = half_weights(model, measure, include_fixed=include_fixed)
+        weights = half_weights(model, measure)
         self._weights = [weight / router.num_groups for weight, router in zip(weights, self._routers, strict=True)]
         self._mass = torch.zeros(_NUM_BINS, dtype=torch.float64)
         self._skipped = 0.0
@@ -81,7 +81,6 @@ def calibrate_dial(
     batches: Iterable[TokenBatch],
     *,
     measure: Measure = "mean",
-    include_fixed: bool = False,
     sparsities: Sequence[float] = DEFAULT_POINTS,
 ) -> list[tuple[float, float]]:
     """Measure which threshold gives which sparsity, store the table at `attachment(model).dial` and return it.
@@ -101,17 +100,16 @@ def calibrate_dial(
         raise ConfigError(
             f"calibrated thresholds need calibration batches ({len(kept)} given) and sparsities in (0, 1), not {wrong}"
         )
-    reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
 
     def measured(threshold: float) -> MarginHistogram:
-        histogram = MarginHistogram(model, measure, include_fixed=include_fixed)
+        histogram = MarginHistogram(model, measure)
         _measure(model, kept, threshold, histogram)
         return histogram
 
     start = measured(0.0)
     passes = [(0.0, start)]
     for side in (
-        sorted(s for s in sparsities if start.sparsity < s < reachable),
+        sorted(s for s in sparsities if start.sparsity < s),
         sorted((s for s in sparsities if s < start.sparsity), reverse=True),
     ):
         nearest = start
@@ -130,13 +128,12 @@ def measure_sparsity(
     threshold: float | Sequence[float],
     *,
     measure: Measure = "mean",
-    include_fixed: bool = False,
 ) -> float:
     """Return the sparsity that a threshold, of all routers or of each, gives on calibration text.
 
     The thresholds in force are put back.
     """
-    histogram = MarginHistogram(model, measure, include_fixed=include_fixed)
+    histogram = MarginHistogram(model, measure)
     _measure(model, list(batches), threshold, histogram)
     return histogram.sparsity
 

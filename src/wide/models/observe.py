@@ -7,17 +7,13 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
+from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
-from wide.models.gates import cache_of
-from wide.models.router import RoutingControl
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting, Routing
 
@@ -65,37 +61,27 @@ def forward_without_head(model: nn.Module, ids: Tensor, mask: Tensor | None = No
 
 
 @contextmanager
-def observe(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRouting]]:
+def observe(model: nn.Module) -> Iterator[list[LayerRouting]]:
     """Yield a list whose entry i is layer i's routing in the latest forward.
 
     Masks are those that the gates apply: bool in evaluation, float32 with straight-through gradient in training.
-    Arguments and errors are those of `capture_routing`.
+    Raises NotAttachedError if the model carries no routers.
     """
     state = attachment(model)
     routing = [LayerRouting() for _ in state.specs]
-    with ExitStack() as stack:
-        if history:
-            check = partial(_require_continuation, state.control, routing)
-            stack.enter_context(model.register_forward_pre_hook(check, with_kwargs=True))
-        stack.enter_context(state.control.having(observed=routing, keep_history=history))
+    with state.control.having(observed=routing):
         yield routing
 
 
 @contextmanager
-def capture_routing(model: nn.Module, *, history: bool = False) -> Iterator[list[LayerRouting]]:
+def capture_routing(model: nn.Module) -> Iterator[list[LayerRouting]]:
     """Yield a list; after a forward, `routing[i].attention` and `routing[i].ffn` are layer i's boolean masks.
 
-    Masks have shape `[B, T, N_G]`, True = execute, detached from the graph.
-
-    Args:
-        history: Concatenate over the forwards of one cached generation without beams, instead of keeping the latest.
-
-    Raises:
-        NotAttachedError: If the model carries no routers.
-        UnsupportedModelError: With `history`, if a forward does not go on where the collected masks end.
+    Masks have shape `[B, T, N_G]`, True = execute, detached from the graph. Raises NotAttachedError if the model
+    carries no routers.
     """
     control = attachment(model).control
-    with observe(model, history=history) as routing:
+    with observe(model) as routing:
         captured = [LayerRouting() for _ in routing]
 
         def copy(*_: object) -> None:
@@ -146,19 +132,3 @@ def bypass(*models: nn.Module) -> Iterator[None]:
         for state in states:
             stack.enter_context(state.control.having(enabled=False))
         yield
-
-
-def _require_continuation(
-    control: RoutingControl, routing: Routing, _model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse a forward whose cache holds fewer tokens than have masks (a forward pre-hook with keyword arguments)."""
-    masks = [mask for layer in routing for mask in (layer.attention, layer.ffn) if mask is not None]
-    if control.observed is not routing or not masks:
-        return
-    length: Any = getattr(cache_of(kwargs), "get_seq_length", int)
-    cached, collected = int(length()), masks[0].shape[-2]
-    if cached < collected:
-        raise UnsupportedModelError(
-            f"history=True has masks of {collected} tokens, and the cache of this forward holds {cached}: it "
-            "follows one generate() with a cache, without assisted decoding; open a new block for the next text"
-        )

@@ -29,8 +29,6 @@ class Sampling:
     def __init__(self) -> None:
         # Of the Gumbel-softmax: a number, or a float32 scalar on the model's device where a compiled graph reads it.
         self.temperature: float | Tensor = 1.0
-        # Whether masks are sampled; otherwise they are those of inference.
-        self.noise = True
 
 
 class RoutingControl(threading.local):
@@ -46,7 +44,6 @@ class RoutingControl(threading.local):
         self.sampling = sampling
         self.enabled = True
         self.observed: list[LayerRouting] | None = None
-        self.keep_history = False
         self.forced: list[LayerRouting] | None = None
         self.forced_position: dict[tuple[int, str], int] = {}
         # Which tokens of the running forward are the first ones of their sequence, bool [B, T]; for routers that care.
@@ -57,19 +54,6 @@ class RoutingControl(threading.local):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies and pickles begin anew."""
         return type(self), (self.sampling,)
-
-    def reorder_cache(self, cache: Any, rows: Tensor) -> Any:
-        """Move sequences of a cache to other rows, between two steps of a beam search (transformers calls this).
-
-        Raises UnsupportedModelError if masks are collected over several forwards.
-        """
-        if self.keep_history:
-            raise UnsupportedModelError(
-                "capture_routing(history=True) cannot follow beam search, which moves sequences to other rows after "
-                "each step; generate with num_beams=1, or capture without history"
-            )
-        cache.reorder_cache(rows)
-        return cache
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:
@@ -89,8 +73,8 @@ class Router(nn.Module):
 
     That is the form 'bottleneck'; `wide.plan.Routed` says what the others put in place of the two matrices. Parameters
     are float32 whatever the base model's dtype. In training mode the mask is a hard Gumbel-softmax sample with
-    straight-through gradient (where `control.sampling.noise` is off, that of inference with the same gradient); in
-    evaluation mode it is `margin >= threshold`, and a threshold of 0 is the paper's argmax with ties executing.
+    straight-through gradient; in evaluation mode it is `margin >= threshold`, and a threshold of 0 is the paper's
+    argmax with ties executing.
 
     Source: paper, section 3.1; initialisation: Kaiming-uniform with gain 1 on all matrices and zero biases, with a
     ReLU's gain where one follows ('mlp', as SkipGPT's code). 'dllm' begins as torch's linear layers do, with D-LLM's
@@ -120,11 +104,11 @@ class Router(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
 
-        is_single, is_paper = self.form == "linear", self.form == "bottleneck"
-        self.down = None if is_single else empty(rank, hidden_size)
-        self.down_bias = None if is_single or is_paper else empty(rank)
+        is_paper = self.form == "bottleneck"
+        self.down = empty(rank, hidden_size)
+        self.down_bias = None if is_paper else empty(rank)
         self.norm = empty(rank) if self.form == "dllm" else None
-        self.up = empty(2 * num_groups, hidden_size if is_single else rank)
+        self.up = empty(2 * num_groups, rank)
         self.bias = empty(2 * num_groups) if routed.bias or not is_paper else None
         self.threshold = 0.0
         self.control = control
@@ -136,23 +120,20 @@ class Router(nn.Module):
         """Say what it decides, in a printed model."""
         return f"{self.half_layer}, {self.num_groups} groups, {self.form}, threshold {self.threshold:g}"
 
-    def reset_parameters(self, execute_bias: float = 0.0) -> None:
-        """Draw new weights; `execute_bias` is the initial margin in logits (for a bottleneck with a bias)."""
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
         with torch.no_grad():
             # Kaiming-uniform with gain 1, or a ReLU's before one; 'dllm' begins as torch's linear layers do.
             first, second = {"dllm": (1.0, 1.0), "mlp": (6.0, 3.0)}.get(self.form, (3.0, 3.0))
             for weight, bias, spread in ((self.down, self.down_bias, first), (self.up, self.bias, second)):
-                if weight is None:
-                    continue
                 bound = math.sqrt(spread / weight.shape[1])
                 weight.uniform_(-bound, bound)
                 if bias is not None:
                     bias.uniform_(-bound, bound) if self.form == "dllm" else bias.zero_()
             if self.norm is not None:
                 self.norm.fill_(1.0)
-            if self.bias is not None:
-                start = (_DLLM_EXECUTE, _DLLM_SKIP) if self.form == "dllm" else (execute_bias, 0.0)
-                self.bias.copy_(self.bias.new_tensor(start).repeat(self.num_groups))
+            if self.bias is not None and self.form == "dllm":
+                self.bias.copy_(self.bias.new_tensor((_DLLM_EXECUTE, _DLLM_SKIP)).repeat(self.num_groups))
 
     # A number, because executors bake it in; in state dicts a float64 scalar beside the parameters. Files of adapters
     # and checkpoints keep it in their configuration.
@@ -172,9 +153,7 @@ class Router(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return router logits `[..., N_G, 2]`, float32, from hidden states `[..., D]` of any dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
-            inner = hidden
-            if self.down is not None:
-                inner = linear_float32(inner, self.down, _float(self.down_bias))
+            inner = linear_float32(hidden, self.down, _float(self.down_bias))
             if self.form == "mlp":
                 inner = functional.relu(inner)
             elif self.norm is not None:
@@ -190,7 +169,9 @@ class Router(nn.Module):
         if control.forced is not None:
             mask = self._forced_mask(control.forced, margin)
         elif self.training:
-            mask = self._trained_mask(logits, margin)
+            # The temperature may be a scalar on the device: it divides only.
+            heat: Any = control.sampling.temperature
+            mask = functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]
         else:
             mask = margin >= self.threshold
         if self.protects_first and control.forced is None:
@@ -207,14 +188,6 @@ class Router(nn.Module):
         if seen is not None:
             self._observe(seen, mask, margin)
         return mask
-
-    def _trained_mask(self, logits: Tensor, margin: Tensor) -> Tensor:
-        heat = self.control.sampling.temperature
-        if self.control.sampling.noise:
-            # Typed as a number there; it divides only.
-            return functional.gumbel_softmax(logits, tau=heat, hard=True)[..., EXECUTE]  # type: ignore[arg-type]
-        soft = (margin / heat).sigmoid()
-        return (margin >= self.threshold).to(soft.dtype) + (soft - soft.detach())
 
     def _forced_mask(self, forced: Routing, margin: Tensor) -> Tensor:
         mask = getattr(forced[self.layer_index], self.half_layer)
@@ -236,8 +209,7 @@ class Router(nn.Module):
     def _observe(self, layer: LayerRouting, mask: Tensor, margin: Tensor) -> None:
         for half in ("attention", "ffn") if self.is_followed else (self.half_layer,):
             for name, value in ((half, mask), (f"{half}_margin", margin)):
-                earlier = getattr(layer, name) if self.control.keep_history else None
-                setattr(layer, name, value if earlier is None else torch.cat([earlier, value], dim=-2))
+                setattr(layer, name, value)
 
 
 def linear_float32(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, objective_after_stage_1
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.data.batches import BatchSource, TokenBatch, TokenBlocks
 from wide.evaluation.evaluate import evaluate
 from wide.methods.method import dense_plan
@@ -147,7 +147,7 @@ class Forecast:
             objective = replace(objective, weight=0.0)
         if stage.distillation is not None:
             objective = replace(objective, distillation=stage.distillation)
-        seconds = stage_seconds(self._model, blocks, objective_after_stage_1(objective), stage, routers=routers)
+        seconds = stage_seconds(self._model, blocks, objective, stage, routers=routers)
         return seconds * (1 + self._request.dense_baseline)
 
 

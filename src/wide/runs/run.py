@@ -237,8 +237,7 @@ class Run:
 
 
 def _in_words(objective: ObjectiveConfig) -> str:
-    is_all = objective.target == "linear_flops" and objective.include_fixed
-    return f"skip {objective.sparsity:.0%} {'of all work' if is_all else _TARGETS[objective.target]}"
+    return f"skip {objective.sparsity:.0%} {_TARGETS[objective.target]}"
 
 
 def _check_batch(group: str, stage: StageConfig) -> None:

@@ -31,7 +31,7 @@ from wide.training.inference_target import meet_target
 from wide.training.modes import layers_run
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.schedule import sparsity_target, sparsity_weight, temperature
+from wide.training.schedule import temperature
 
 FOLDER = "wide"
 """The adapter in a checkpoint of a PEFT model, which holds LoRA alone."""
@@ -97,7 +97,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Args:
         sparsity: Wanted share of skipped work in [0, 1).
-        objective: Measure, weight and ramps in full, instead of `sparsity`; its distillation is not for these loops. As
+        objective: Measure and weight in full, instead of `sparsity`; its distillation is not for these loops. As
             a dictionary where the Trainer makes the callback again.
         temperatures: Of the Gumbel-softmax, at the first and last step.
 
@@ -137,7 +137,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         Raises:
             NotAttachedError: If the model has no plan.
-            ConfigError: If no router is trainable, or the target is out of reach.
+            ConfigError: If no router is trainable.
         """
         self.end()
         self._model = model = _inner(model)
@@ -160,7 +160,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.step(0)
 
     def step(self, step: int, *, micro_batches: int | None = None) -> None:
-        """Set temperature, target and weight of an optimiser step, counted from 0.
+        """Set the temperature of an optimiser step, counted from 0.
 
         `micro_batches` are the forwards in it, where they are fewer than `begin` was told.
         """
@@ -168,9 +168,6 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         start, end = self.temperatures
         self._heat = temperature(step, steps=self._steps, start=start, end=end)
         attachment(self._model).control.sampling.temperature = self._heat
-        asked = self.objective
-        self._target = sparsity_target(step, steps=self._steps, final=asked.sparsity, ramp=asked.ramp)
-        self._weight = sparsity_weight(step, steps=self._steps, final=asked.weight, ramp=asked.weight_ramp)
 
     def end(self) -> None:
         """Leave the loss as it was."""
@@ -195,8 +192,8 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ConfigError(f"RouterCallback needs input_ids [B, T]; the model was called with {named}")
         mask = given.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
-        distance, self.measured = self._term.distance(self._routing, valid, self._target)
-        self._term_now = _Term(self._weight * distance, 1 / self._forwards, self._refused)
+        distance, self.measured = self._term.distance(self._routing, valid)
+        self._term_now = _Term(self.objective.weight * distance, 1 / self._forwards, self._refused)
         self._keep(TokenBatch(input_ids=ids, labels=ids, valid=valid))
         carry: Any = _Carried.apply
         states = carry(output[0], self._term_now.value, self._term_now)

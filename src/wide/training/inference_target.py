@@ -38,24 +38,23 @@ def meet_target(
     """
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     if not attachment(model).plan.is_routed:
-        return {"measure": "mean", "include_fixed": False, "sparsity": static_sparsity(model).mean}
+        return {"measure": "mean", "sparsity": static_sparsity(model).mean}
     target, read = objective.sparsity, TokensRead()
     points = sorted({*DEFAULT_POINTS, target} - {0.0})
-    counted: dict[str, Any] = {"measure": measure, "include_fixed": objective.include_fixed}
     routers = attachment(model).routers()
     thresholds = [router.threshold for router in routers]
     with counting(model, read):
-        dial = calibrate_dial(model, batches, sparsities=points, **counted)
+        dial = calibrate_dial(model, batches, measure=measure, sparsities=points)
         argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
         if adjust:
             thresholds = _chosen(model, batches, objective, argmax, (dial[0][0], dial[-1][0]))
-        reached = measure_sparsity(model, batches, thresholds, **counted) if any(thresholds) else argmax
+        reached = measure_sparsity(model, batches, thresholds, measure=measure) if any(thresholds) else argmax
     # In one go: where processes have text of their own, their tables may be of different lengths.
     thresholds, attachment(model).dial = parallel.agree((thresholds, dial))
     for router, threshold in zip(routers, thresholds, strict=True):
         router.threshold = threshold
     return {
-        **counted,
+        "measure": measure,
         "tokens": sum(int(batch.valid.sum()) for batch in batches),
         "tokens_forward": read.forward,
         "argmax_sparsity": argmax,

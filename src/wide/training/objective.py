@@ -60,8 +60,7 @@ class Objective:
 
     Raises:
         NotAttachedError: If the model carries no plan.
-        ConfigError: If the target cannot be reached even by skipping everything that is routed, or there are no routers
-            and the sparsity term is on.
+        ConfigError: If there are no routers and the sparsity term is on.
 
     Source: paper, section 3.2 ('mean') and the appendix on uniform sparsity ('uniform').
     """
@@ -92,8 +91,6 @@ class Objective:
         self,
         batch: TokenBatch,
         *,
-        target: float | None = None,
-        weight: float | None = None,
         targets_in_step: Tensor | float | None = None,
         micro_batches: int = 1,
         padded: bool | None = None,
@@ -102,7 +99,6 @@ class Objective:
 
         Args:
             batch: This process's tokens, on the model's device; padding (`valid` False) counts nowhere.
-            target: Sparsity wanted at this step; None means that of the configuration, as for `weight`.
             targets_in_step: Target tokens of the whole step over all processes, at least 1; None means this batch is
                 the step.
             micro_batches: Forwards in the step.
@@ -121,10 +117,9 @@ class Objective:
         )
         if targets_in_step is None:
             targets_in_step = self._parallel.sum((labels[:, 1:] != IGNORED).sum().float())
-        wanted = self.config.sparsity if target is None else target
         sums = torch.stack([token_sum.detach(), entropy, divergence])
-        distance, rates, total = self._steered(routing, batch.valid, wanted, sums)
-        sparsity_loss = (self.config.weight if weight is None else weight) / micro_batches * distance
+        distance, rates, total = self._steered(routing, batch.valid, sums)
+        sparsity_loss = self.config.weight / micro_batches * distance
         if isinstance(targets_in_step, Tensor):
             targets_in_step = targets_in_step.clamp(min=1)
         loss = self._parallel.world * token_sum / targets_in_step + sparsity_loss
@@ -137,25 +132,23 @@ class Objective:
             ffn=rates[-1],
         )
 
-    def distance(self, routing: Routing, valid: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    def distance(self, routing: Routing, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sparsity term without its weight, for a loop with a loss of its own, and the skip rate measured.
 
         `routing` is what `observe` saw of a forward in training mode; `valid`, bool `[B, T]`, is False for padding of
         it.
         """
-        distance, rates, _ = self._steered(routing, valid, target, valid.new_zeros(0, dtype=torch.float32))
+        distance, rates, _ = self._steered(routing, valid, valid.new_zeros(0, dtype=torch.float32))
         return distance, rates[: self._num_terms].mean()
 
-    def _steered(self, routing: Routing, valid: Tensor, target: float, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _steered(self, routing: Routing, valid: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distance from the target, the rows' skip rates, and `sums` over all processes."""
         tokens = valid.sum().float()
         skipped = tokens - self._executed(routing, valid)
         total = self._parallel.sum(torch.cat([sums, tokens[None], skipped.detach()]))
         rates = self._rates(skipped, total[len(sums) + 1 :], total[len(sums)])
-        if self.config.per_token and self._routers:
-            distance = self._distance_of_tokens(routing, valid, target)
-        else:
-            distance = _distance(target - rates[: self._num_terms], self.config.smoothing).sum() / self._num_terms
+        difference = self.config.sparsity - rates[: self._num_terms]
+        distance = _distance(difference, self.config.smoothing).sum() / self._num_terms
         return distance, rates.detach(), total
 
     def _executed(self, routing: Routing, valid: Tensor) -> Tensor:
@@ -170,21 +163,6 @@ class Objective:
         """Return the masks of all routed sublayers side by side, `[B * T, sum of N_G]` float32, with gradient."""
         masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
         return torch.cat(masks, dim=-1).flatten(0, 1).float()
-
-    def _distance_of_tokens(self, routing: Routing, valid: Tensor, wanted: float) -> Tensor:
-        """Return the mean distance of single tokens' rates from the target, over all processes.
-
-        Tokens that always execute, at the start of each sequence, do not count.
-        """
-        first = attachment(self._model).control.first
-        counted = (valid if first is None else valid & ~first).flatten().float()
-        with _counting(valid):
-            rates = self._rows[: self._num_terms] @ (1.0 - self._groups @ self._masks(routing).T)
-            local = _distance(wanted - rates, self.config.smoothing).mean(0) @ counted
-        summed = self._parallel.sum(torch.stack([local.detach(), counted.sum()]))
-        tokens = summed[1].clamp(min=1)
-        # As for `_rates`: the value is global, the gradient this process's.
-        return summed[0] / tokens + self._parallel.world * (local - local.detach()) / tokens
 
     def _rates(self, skipped: Tensor, skipped_everywhere: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows' skip rates over all processes, with this process's part of the gradient."""
@@ -207,13 +185,7 @@ class Objective:
         if config.target == "uniform":
             terms = [row for row in by_kind if any(row)]
         else:
-            terms = [half_weights(self._model, config.target, include_fixed=config.include_fixed)]
-        reachable = min(sum(row) for row in terms)
-        if config.sparsity > reachable:
-            raise ConfigError(
-                f"a {config.target} sparsity of {config.sparsity} is out of reach: skipping everything that is routed "
-                f"gives {reachable:.3f}; ask for less, or leave include_fixed out"
-            )
+            terms = [half_weights(self._model, config.target)]
         return len(terms), torch.tensor([*terms, *by_kind], dtype=torch.float32)
 
     def _dense_states(self, inputs: dict[str, Tensor | None]) -> Tensor:

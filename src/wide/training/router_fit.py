@@ -61,7 +61,7 @@ def fit_routers(
     sublayers = {key: dict(state.specs[r.layer_index].sublayers())[r.half_layer] for key, r in routers.items()}
     outputs = {key: part.linears()[-1] for key, part in sublayers.items()}
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
-    weights = half_weights(model, measure, include_fixed=objective.include_fixed)
+    weights = half_weights(model, measure)
     gradients = _gradient_sizes(model, outputs, batches, recompute=gradient_checkpointing)
     importance = _importance(model, routers, outputs, batches, gradients)
     for key, weight in enumerate(weights):
@@ -80,7 +80,7 @@ def fit_routers(
             device = next(routers[key].parameters()).device
             surplus = (importance[key] - threshold).clamp(-_FAR, _FAR).to(device)
             _set(routers[key], *fitted_margins(inputs.pop(key).to(device), surplus))
-    _meet(model, batches, objective.sparsity, measure, include_fixed=objective.include_fixed)
+    _meet(model, batches, objective.sparsity, measure)
 
 
 def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,7 +228,6 @@ def _threshold(importance: Sequence[Tensor], weights: Sequence[float], sparsity:
 
 def _set(router: Router, directions: Tensor, mixing: Tensor, bias: Tensor) -> None:
     """Give a router these margins; beyond the fit's rank it keeps random directions that weigh nothing yet."""
-    assert router.down is not None
     assert router.bias is not None
     used = min(len(router.down), len(directions))
     with torch.no_grad():
@@ -239,17 +238,14 @@ def _set(router: Router, directions: Tensor, mixing: Tensor, bias: Tensor) -> No
         router.bias.copy_(torch.stack([bias, -bias], dim=1).flatten() / 2)
 
 
-def _meet(
-    model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, measure: Measure, *, include_fixed: bool
-) -> None:
+def _meet(model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, measure: Measure) -> None:
     """Move the biases so that argmax skips the target while the masks are in force."""
     set_sparsity(model, threshold=0.0)
     if not sparsity:
         return
-    reachable = sum(half_weights(model, measure, include_fixed=include_fixed))
     # Neighbours on both sides, so that the target lies between calibrated ones.
-    points = [sparsity / 2, sparsity, (reachable + sparsity) / 2]
-    calibrate_dial(model, batches, measure=measure, include_fixed=include_fixed, sparsities=points)
+    points = [sparsity / 2, sparsity, (1 + sparsity) / 2]
+    calibrate_dial(model, batches, measure=measure, sparsities=points)
     threshold = set_sparsity(model, sparsity)
     for router in attachment(model).routers():
         assert router.bias is not None

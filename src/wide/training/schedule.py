@@ -1,4 +1,4 @@
-"""Learning rate, temperature, sparsity target and weight as pure functions of the optimiser step, counted from 0."""
+"""Learning rate and temperature as pure functions of the optimiser step, counted from 0."""
 
 import math
 
@@ -17,17 +17,3 @@ def temperature(step: int, *, steps: int, start: float, end: float) -> float:
     Source: paper, section 4.1 (5 to 0.5).
     """
     return start + (end - start) * step / max(steps - 1, 1)
-
-
-def sparsity_target(step: int, *, steps: int, final: float, ramp: float) -> float:
-    """Return the target sparsity: rising linearly over the first `ramp` share of the steps, then constant."""
-    rising = round(ramp * steps)
-    return final if step >= rising else final * (step + 1) / rising
-
-
-def sparsity_weight(step: int, *, steps: int, final: float, ramp: bool) -> float:
-    """Return the weight of the sparsity term: constant, or from 0 at the first step to `final` at the last.
-
-    Source: D-LLM's released training code, a quarter of a sine.
-    """
-    return final * math.sin(0.5 * math.pi * step / (steps - 1)) if ramp and steps > 1 else final

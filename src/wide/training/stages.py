@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, objective_after_stage_1
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.data.batches import BatchSource
 from wide.errors import ConfigError
 from wide.models.adapter import save
-from wide.models.attach import attach, attachment, detach, is_attached, plan_for
+from wide.models.attach import attachment, detach, is_attached, plan_for
 from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
@@ -75,7 +75,7 @@ def prune(
         tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
 
     Raises:
-        ConfigError: If settings contradict, the target is out of reach, `output` holds checkpoints and `resume` is not
+        ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not
             given, or the plan has no router.
         MissingExtraError: If the tracker is not installed.
         DataError: If the text is too short or does not fit the model's vocabulary.
@@ -87,7 +87,6 @@ def prune(
     """
     require_tracker(tracker)
     objective = _objective(objective, sparsity)
-    _check_ramp(config, objective)
     require(WideConfig | Plan | None, config, "config", "a WideConfig or a Plan")
     require(StageConfig | None, stage, "stage", "a StageConfig")
     stage = stage or StageConfig()
@@ -106,8 +105,6 @@ def prune(
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
     options = StageOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
     came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
-    if came_bare:
-        _check_reach(model, plan, objective)
     try:
         if came_bare:
             with own_randomness(_device(model)):
@@ -265,21 +262,6 @@ def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
     return fingerprint([*facts, base, state.plan.to_json(), settings, order_of, static])
 
 
-def _check_ramp(config: WideConfig | Plan | None, objective: ObjectiveConfig) -> None:
-    if isinstance(config, WideConfig) and config.router_start == "fitted" and objective.ramp:
-        raise ConfigError(f"router_start='fitted' begins at the target; set objective.ramp={objective.ramp:g} to 0")
-
-
-def _check_reach(model: nn.Module, plan: Plan, objective: ObjectiveConfig) -> None:
-    """Refuse a target that this plan cannot reach, before text is read; the model is left as it was."""
-    with own_randomness(_device(model)):
-        attach(model, plan)
-        try:
-            Objective(model, objective)
-        finally:
-            detach(model)
-
-
 def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:
     specs = discover(model)
     if not isinstance(config, Plan):
@@ -299,7 +281,7 @@ def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> Obj
 
 def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
     try:
-        return objective_after_stage_1(ObjectiveConfig(**provenance["prune"]["objective"]))
+        return ObjectiveConfig(**provenance["prune"]["objective"])
     except (KeyError, TypeError) as error:
         raise ConfigError(
             "this model does not record to which sparsity it was pruned; pass objective=wide.ObjectiveConfig(...)"

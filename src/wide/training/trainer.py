@@ -29,7 +29,7 @@ from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog, StageOptions
-from wide.training.schedule import learning_rate, sparsity_target, sparsity_weight, temperature
+from wide.training.schedule import learning_rate, temperature
 from wide.training.token_loss import num_targets
 
 # Looking at losses makes the host wait for the device.
@@ -147,9 +147,7 @@ class Trainer:
                     raise KeyboardInterrupt(f"stopped after step {stage.steps} of {stage.steps}")
             failed = False
         finally:
-            # Of this run's last steps only; whoever trains the model next samples again.
-            sampling = attachment(self._model).control.sampling
-            sampling.noise, sampling.temperature = True, self._heat
+            attachment(self._model).control.sampling.temperature = self._heat
             log.close(failed=failed)
         return self._outcome(first)
 
@@ -178,23 +176,18 @@ class Trainer:
         schedule = self._schedule(step)
         self._heat = schedule["temperature"]
         sampling.temperature = self._heat if self._scalar is None else self._scalar.fill_(self._heat)
-        sampling.noise = step < round(stage.noise * stage.steps)
         batch = self._read(step)
         parts = batch.split(self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
         targets = parallel.sum(torch.full((), float(num_targets(target_labels(batch))), device=self._device))
         self._optimizer.zero_grad(set_to_none=True)
         measured = torch.zeros(len(_NAMES), device=self._device)
-        steering = self._objective.config
-        weight = sparsity_weight(step, steps=stage.steps, final=steering.weight, ramp=steering.weight_ramp)
         first = parallel.rank * len(batch.input_ids)
         for index, part in enumerate(parts):
             torch.manual_seed(_seed(stage.seed, step, first + index * self._micro_size))
             padded = not bool(part.valid.all())
             loss, found = self._objective(
                 part.to(self._device),
-                target=schedule["sparsity.target"],
-                weight=weight,
                 targets_in_step=targets,
                 micro_batches=len(parts),
                 padded=padded,
@@ -216,12 +209,12 @@ class Trainer:
         return batch
 
     def _schedule(self, step: int) -> dict[str, float]:
-        stage, objective = self._stage, self._objective.config
+        stage = self._stage
         heat = temperature(step, steps=stage.steps, start=stage.temperature_start, end=stage.temperature_end)
         return {
             "temperature": heat if self._options.anneal else stage.temperature_end,
             "learning_rate": learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
-            "sparsity.target": sparsity_target(step, steps=stage.steps, final=objective.sparsity, ramp=objective.ramp),
+            "sparsity.target": self._objective.config.sparsity,
         }
 
     def _after(self, step: int, log: ProgressLog, requested: threading.Event) -> None:

@@ -223,7 +223,7 @@ class Engine:
         observed = control.observed
         if control.forced is not None:
             raise Masked("force_routing")
-        if observed is not None and (control.keep_history or kind == "paged"):
+        if observed is not None and kind == "paged":
             raise Masked("capture_routing over several forwards")
         memory = self._current(kind)
         if kind != "paged" or not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
