@@ -107,9 +107,6 @@ def test_toy_reaches_half_with_gates_that_have_decided(toy):
         assert facts["decided"] > 0.98
         assert facts["pruned"] == max(0.5, facts["relu_zeros"])
         assert facts["pruned"] == pytest.approx(0.5, abs=0.01)
-        # It came from below, so the multiplier of the distance went down.
-        assert facts["multipliers"]["linear"] < 0
-        assert min(facts["kept_per_layer"]) >= 1
     assert all(tensor.dtype == torch.float32 and bool((tensor >= 0).all()) for tensor in decision.tensors.values())
     assert decision.effort.tokens_forward == decision.effort.tokens_backward == 160 * 4 * 16
 

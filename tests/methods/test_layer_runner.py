@@ -87,7 +87,6 @@ def test_edited_weights_come_back_bit_for_bit_even_after_an_error():
         with EditedWeights(model) as weights:
             weights.set(down, torch.ones(down.weight.shape))
             weights.set(down, torch.zeros(down.weight.shape))
-            assert set(weights.replaced()) == {"model.layers.0.mlp.down_proj.weight"}
             raise KeyError
 
     with pytest.raises(KeyError):

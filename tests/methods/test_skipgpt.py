@@ -22,7 +22,7 @@ from wide.models.observe import capture_routing, force_routing
 from wide.plan import Dense, Routed
 from wide.routing import LayerRouting
 
-FORMS = [("bottleneck", "residual"), ("mlp", "layer_input"), ("linear", "layer_input")]
+FORMS = [("bottleneck", "residual"), ("mlp", "layer_input")]
 TARGET = Target(sparsity=0.4)
 
 

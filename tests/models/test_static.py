@@ -197,7 +197,7 @@ def test_layer_routing_skips_whole_tokens_and_the_ffn_follows(family):
     torch.testing.assert_close(all_skipped, logits(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize("form", ["bottleneck", "linear", "mlp", "dllm"])
+@pytest.mark.parametrize("form", ["bottleneck", "mlp", "dllm"])
 @pytest.mark.parametrize("router_input", ["normed", "residual", "layer_input"])
 def test_module_routing_with_every_form_and_input(form, router_input):
     model, ids = make("llama"), tokens()

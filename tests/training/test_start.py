@@ -14,7 +14,7 @@ from wide.config import ObjectiveConfig, WideConfig
 from wide.errors import ConfigError, TrainingError
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.dial import measure_sparsity
+from wide.models.dial import calibrate_dial, measure_sparsity, set_sparsity
 from wide.training import channel_groups, router_fit
 from wide.training.activations import in_passes
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
@@ -129,9 +129,8 @@ def test_fitted_routers_meet_the_target_and_skip_what_matters_least(measure):
             assert attachment(model).dial == []
             assert {router.threshold for router in attachment(model).routers()} == {0.0}
         else:
-            from wide.models.dial import set_sparsity
-
-            set_sparsity(model, 0.4, data=text, measure=measure)
+            calibrate_dial(model, text, measure=measure, sparsities=(0.3, 0.4, 0.5))
+            set_sparsity(model, 0.4)
         losses[kind] = distance_from_dense(model, text)
     assert losses["fitted"] < 0.8 * losses["random"]
 

@@ -171,7 +171,7 @@ def test_without_routers_nothing_can_be_steered_or_dialled(blocks):
 def test_stage_1_trains_the_plan_of_the_caller(blocks):
     model = dense_model()
     first = layer_skip_plan(model, form="mlp").layers[0]
-    second = module_skip_plan(model, form="linear").layers[1]
+    second = module_skip_plan(model, form="mlp").layers[1]
     prune(model, blocks, config=Plan((first, second)), stage=stage(steps=2), sparsity=0.5)
     assert attachment(model).provenance["prune"]["inference"]["sparsity"] == pytest.approx(0.5, abs=0.1)
     recover(model, blocks, stage=lora_stage(steps=1, train_routers=False))

@@ -160,7 +160,6 @@ class _Course:
         self._scales = [gate.scale for of_kind in gates.values() for gate in of_kind]
         self._multipliers = {kind: Multipliers(self._device) for kind in _KINDS}
         self._optimizer = self._make_optimizer()
-        self._losses: list[tuple[float, float]] = []
 
     def train(self) -> dict[str, Any]:
         settings = self._settings
@@ -193,7 +192,6 @@ class _Course:
         gradients = [scale.grad.sum() for scale in self._scales if scale.grad is not None]
         found = torch.stack([entropy, divergence, penalty.detach(), *gradients])
         self._check(step, found)
-        self._losses.append((float(entropy), float(divergence)))
         share = learning_rate(step, steps=settings.steps, peak=1.0, warmup=settings.warmup)
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * share
@@ -251,11 +249,7 @@ class _Course:
             facts[kind] = {
                 "soft_sparsity": float(soft_sparsity(score)),
                 "decided": float(((score < _TOLERANCE) | (score > 1 - _TOLERANCE)).float().mean()),
-                "multipliers": {name: float(value) for name, value in self._multipliers[kind].named_parameters()},
             }
-        last = self._losses[-10:]
-        facts["cross_entropy"] = sum(entropy for entropy, _ in last) / len(last)
-        facts["divergence"] = sum(divergence for _, divergence in last) / len(last)
         return facts
 
 
@@ -332,18 +326,11 @@ def _plan(specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> Plan:
 
 
 def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str, Any]:
-    notes = dict(facts)
-    for kind, result in exported.items():
-        scales = torch.cat(result.scales)
-        kept = scales[scales > 0]
-        notes[kind] = facts[kind] | {
-            "pruned": float((scales == 0).float().mean()),
-            "relu_zeros": result.relu_zeros,
-            "kept_per_layer": [int(layer.count_nonzero()) for layer in result.scales],
-            "smallest_kept": float(kept.min()),
-            "largest_kept": float(kept.max()),
-        }
-    return notes
+    return {
+        kind: facts[kind]
+        | {"pruned": float((torch.cat(result.scales) == 0).float().mean()), "relu_zeros": result.relu_zeros}
+        for kind, result in exported.items()
+    }
 
 
 def _deviations(facts: dict[str, Any], exported: Mapping[str, Exported], goals: Mapping[str, _Goal]) -> tuple[str, ...]:

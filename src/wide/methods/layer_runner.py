@@ -155,7 +155,3 @@ class EditedWeights:
         for linear, weight in self._originals.items():
             linear.weight.copy_(weight)
         self._originals.clear()
-
-    def replaced(self) -> Mapping[str, Tensor]:
-        """Return copies of the weights that are replaced now, by name, on the CPU in the model's dtype."""
-        return {self.name(linear): linear.weight.detach().cpu().clone() for linear in self._originals}

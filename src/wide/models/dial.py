@@ -165,23 +165,20 @@ def set_sparsity(
     sparsity: float | None = None,
     *,
     threshold: float | None = None,
-    data: Iterable[TokenBatch] | None = None,
-    measure: Measure = "mean",
 ) -> float:
     """Set the threshold of all routers and return it; where attention and FFN had their own, they lose them.
 
     Threads share thresholds. A forward that runs meanwhile in another thread decides each sublayer by the old threshold
-    or by the new one, and with `data` by one of those that are tried; forwards that begin afterwards use the new one.
+    or by the new one; forwards that begin afterwards use the new one.
 
     Args:
         sparsity: Wanted sparsity in the measure of the stored thresholds; 0 runs every group.
         threshold: A margin in logits instead of a sparsity; 0 is the paper's argmax.
-        data: Calibration batches from which to calibrate new thresholds first.
 
     Raises:
         NotAttachedError: If the model carries no plan, or one without routers.
-        ConfigError: If both or neither value are given, no thresholds are stored and no data given, or the
-            sparsity lies outside of what they reach.
+        ConfigError: If both or neither value are given, no thresholds are stored, or the sparsity lies outside of what
+            they reach.
     """
     state = attachment(model)
     _require_routers(model)
@@ -189,10 +186,6 @@ def set_sparsity(
         raise ConfigError("give either a sparsity or a threshold")
     if threshold is None:
         assert sparsity is not None
-        _require_share(sparsity)
-        if data is not None:
-            # The wish itself is measured too, so that nothing is left to interpolation.
-            calibrate_dial(model, data, measure=measure, sparsities=sorted({*DEFAULT_POINTS, sparsity} - {0.0}))
         threshold = threshold_of(state.dial, sparsity)
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
@@ -289,13 +282,13 @@ def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _interpolate(table: Sequence[tuple[float, float]], sparsity: float) -> float:
     if not table:
-        raise ConfigError("no calibrated thresholds in this adapter; leave --sparsity out, or pass data= or threshold=")
+        raise ConfigError("no calibrated thresholds in this adapter; leave --sparsity out, or pass threshold=")
     # The ends may miss a round number by the noise of the calibration.
     low, high = table[0][0] - 0.01, table[-1][0] + 0.01
     if not low <= sparsity <= high:
         raise ConfigError(
             f"sparsity {sparsity:g} lies outside what this adapter is calibrated for, {table[0][0]:.3f} to "
-            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside, or in Python pass data= to calibrate anew"
+            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside"
         )
     for (s0, t0), (s1, t1) in pairwise(table):
         if s0 <= sparsity <= s1:
