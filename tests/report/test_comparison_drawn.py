@@ -91,7 +91,7 @@ def test_pictures_are_replaced_whole(finished, monkeypatch):
 
 def test_a_comparison_ends_with_figures(everyday, tmp_path, capsys):
     assert main([*everyday, "--output", str(tmp_path / "run")]) == 0
-    assert pictures(tmp_path / "run") == 2
+    assert pictures(tmp_path / "run") == 3
     assert (tmp_path / f"run/figures/{FIGURE}.png").is_file()
     assert "note  " not in capsys.readouterr().out
 
@@ -111,4 +111,4 @@ def test_a_comparison_that_is_stopped_leaves_a_page(shard, everyday, tmp_path, m
         assert main(given) == 130
     assert "dense" in (tmp_path / "run/report.html").read_text()
     assert main([*given, *([] if shard else ["--resume"])]) == 0
-    assert pictures(tmp_path / "run") == 2
+    assert pictures(tmp_path / "run") == 3

@@ -166,8 +166,8 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """
         self._forwards = micro_batches or self._micro_batches
         start, end = self.temperatures
-        self._heat = temperature(step, steps=self._steps, start=start, end=end)
-        attachment(self._model).control.sampling.temperature = self._heat
+        heat = temperature(step, steps=self._steps, start=start, end=end)
+        attachment(self._model).control.sampling.temperature = heat
 
     def end(self) -> None:
         """Leave the loss as it was."""
