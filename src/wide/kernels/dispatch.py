@@ -95,6 +95,11 @@ class Backend:
     candidates: Callable[[Any, torch.device, bool], Iterable[Candidate]]
     takes: frozenset[str]
 
+    @property
+    def takes_int8(self) -> bool:
+        """Whether `run` takes weights in int8."""
+        return not self.takes.isdisjoint(("scale", "int8"))
+
 
 class Backends:
     """The backends of one operator; iterating over them gives their names and imports all of them.
@@ -143,7 +148,11 @@ class Backends:
     def misfit(self, name: str, shape: Shape) -> str | None:
         """Return why a backend does not take a shape, on whatever device, or None; `missing` says if there is none."""
         found = self._find(name)
-        return None if isinstance(found, str) else found.supports(shape)
+        if isinstance(found, str):
+            return None
+        if shape.dtype == torch.int8 and not found.takes_int8:
+            return f"the backend {name!r} has no int8 weights"
+        return found.supports(shape)
 
     def obstacle(self, name: str, device: torch.device, shape: Shape) -> str | None:
         """Return why a backend does not run a shape on a device, or None."""
@@ -177,12 +186,12 @@ class Backends:
         found = self._known.get(name) or self._find(name)
         if isinstance(found, str):
             raise self._refusal(name, found, device, shape)
-        reason = found.needs(device, shape.dtype) or found.supports(shape)
+        reason = found.needs(device, shape.dtype) or self.misfit(name, shape)
         if tile:
             options["tile"] = tile
             if "tile" not in found.takes:
                 reason = reason or f"the backend {name!r} has no tiles, got {tuple(tile)}"
-        if "scale" in options and not {"scale", "int8"} & found.takes:
+        if "scale" in options and not found.takes_int8:
             reason = reason or f"the backend {name!r} has no int8 weights"
         if reason is not None:
             raise self._refusal(name, reason, device, shape)

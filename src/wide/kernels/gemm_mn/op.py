@@ -100,11 +100,7 @@ def gemm_mn(
 BACKENDS.register("torch")(gemm_mn_reference)
 
 
-def _floats_only(shape: MnShape) -> str | None:
-    return "the library's product takes no int8 rows" if shape.dtype == torch.int8 else None
-
-
-@BACKENDS.register("dense", supports=_floats_only)
+@BACKENDS.register("dense")
 def _dense(
     x: torch.Tensor,
     weight: torch.Tensor,
