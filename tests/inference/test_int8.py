@@ -17,6 +17,7 @@ from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.inference.operators import products, table
 from wide.inference.optimize import deoptimize, optimize
+from wide.kernels.int8 import hadamard, rotated
 from wide.kernels.linear_int8 import quantise_int8, quantise_rows
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
@@ -37,23 +38,32 @@ def linears(model):
 
 
 @torch.no_grad()
-def rounded(model):
-    """Give a model the weights that int8 stands for."""
+def rounded(model, rotates=False):
+    """Give a model the weights that int8 stands for, those of the FFN rotated while they are rounded."""
     for linear in linears(model):
-        values, scale = quantise_int8(linear.weight)
-        linear.weight.copy_(values * scale[:, None])
+        turn = turn_of(model, linear) if rotates else None
+        values, scale = quantise_int8(linear.weight, rotation=turn)
+        linear.weight.copy_(rotated(values * scale[:, None], turn))
     return model
+
+
+def turn_of(model, linear):
+    """Return what rotates inputs of a linear layer: blocks of a group for down, of all channels for gate and up."""
+    ffns = [spec.ffn for spec in attachment(model).specs]
+    if any(linear is ffn.down for ffn in ffns):
+        return hadamard(CONFIG.ffn_group_size, linear.weight)
+    return hadamard(linear.in_features, linear.weight) if any(linear in ffn.linears() for ffn in ffns) else None
 
 
 def of_int8_rows(model, least):
     """Let linear layers, but those of queries, keys and values, round inputs of at least so many rows as int8 does."""
 
-    def rounded_rows(_, inputs):
-        rows = inputs[0].flatten(0, -2)
+    def rounded_rows(linear, inputs):
+        rows, turn = inputs[0].flatten(0, -2), turn_of(model, linear)
         if len(rows) < least:
             return None
-        values, scale = quantise_rows(rows, backend="torch")
-        return ((values * scale[:, None]).view_as(inputs[0]),)
+        values, scale = quantise_rows(rows, rotation=turn, backend="torch")
+        return (rotated(values * scale[:, None], turn).view_as(inputs[0]),)
 
     for spec in attachment(model).specs:
         for linear in (spec.attention.output, *spec.ffn.linears()):
@@ -96,7 +106,7 @@ def test_rows_of_prompts_are_rounded_too(family, skipped, monkeypatch):
     monkeypatch.setattr(table.linear_int8, "MAX_ROWS", 12)
     rules = fixed("torch", **{"query": 5, "output": 5, "gate_up": 5} | skipped)
     model = optimised(routed(family), weights="w8a8", table=rules)
-    wanted, plain = of_int8_rows(rounded(routed(family)), 13), rounded(routed(family))
+    wanted, plain = of_int8_rows(rounded(routed(family), True), 13), rounded(routed(family), True)
     for ids in (tokens(2, 12), tokens(1, 13), tokens(2, 4), tokens(1, 1)):
         found, right = model(ids).logits, wanted(ids).logits
         far = (plain(ids).logits - right).norm() / right.norm()

@@ -165,10 +165,19 @@ def int8_at(target: int) -> Iterator[dict[str, Any]]:
             linear_int8._linear_int8, target, constants | flags, tile.num_warps, tile.num_stages, **strides, **kinds
         )
     yield build(linear_int8._expand_int8, target, {"BLOCK": 4096}, 4, 3, **types)
-    for masked, segments in ((False, 16), (True, 128)):
-        constants = {"G": 128, "SEGMENT": 256 if not masked else 128, "SEGMENTS": segments, "MASKED": masked}
+    for masked, segment, segments in ((False, 256, 16), (True, 128, 128), (True, 64, 256)):
+        constants = {"G": 128, "SEGMENT": segment, "SEGMENTS": segments, "MASKED": masked, "ROTATES": segment == 64}
         strides = ("K", "stride_xm")
-        yield build(linear_int8._quantise_rows, target, constants, 4 if not masked else 16, 3, strides, OUT="*i8")
+        yield build(
+            linear_int8._quantise_rows,
+            target,
+            constants,
+            4 if not masked else 16,
+            3,
+            strides,
+            OUT="*i8",
+            ROTATION="*bf16",
+        )
 
 
 def kernels_at(target: int) -> Iterator[dict[str, Any]]:

@@ -12,15 +12,18 @@ LEAST = torch.finfo(torch.float32).tiny
 """Of a scale, so that one over it is a number."""
 
 
-def quantise_int8(weight: torch.Tensor, known: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_int8(
+    weight: torch.Tensor, known: torch.Tensor | None = None, rotation: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 weights [N, K] and float32 scales [N]; their product is off by half a scale at most.
 
     A row of zeros has a scale above zero. A row that holds NaN or infinity has a scale that is not finite.
 
     Args:
         known: Scales, [N] or [1], of int8 values which these weights may be: then they are taken.
+        rotation: What blocks of K are multiplied by first (`hadamard`).
     """
-    values = weight.detach().float()
+    values = rotated(weight.detach().float(), rotation)
     if known is not None and known.numel() in (1, len(values)):
         scale = known.to(values).expand(len(values)).contiguous()
         found = (values / scale[:, None]).round_().clamp_(-128, LARGEST)
@@ -29,6 +32,28 @@ def quantise_int8(weight: torch.Tensor, known: torch.Tensor | None = None) -> tu
             return found.to(torch.int8), scale
     scale = (values.abs().amax(1) / LARGEST).clamp_min(LEAST)
     return (values / scale[:, None]).round_().to(torch.int8), scale
+
+
+def hadamard(channels: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Return what rotates blocks of channels, [64, 64] or [16, 16] in the dtype of `like`; None if none fits.
+
+    It is a Hadamard matrix over the root of its size: symmetric, its own inverse, and exact in half precision. It
+    spreads a value over its block, so that one that stands out raises the scale of its row less.
+    """
+    size = next((size for size in (64, 16) if channels % size == 0), None)
+    if size is None:
+        return None
+    signs = like.new_ones(1, 1, dtype=torch.float32)
+    while len(signs) < size:
+        signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
+    return (signs / size**0.5).to(like.dtype)
+
+
+def rotated(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    """Return [M, K] with each block of channels multiplied by a matrix [b, b]; b divides K. None = as it is."""
+    if rotation is None:
+        return x
+    return (x.unflatten(1, (-1, len(rotation))) @ rotation.to(x.dtype)).flatten(1)
 
 
 def widened(

@@ -15,6 +15,7 @@ from wide.kernels.device import fixed_backend
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import finish_dense, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
+from wide.kernels.int8 import rotated
 from wide.kernels.linear_int8 import MAX_ROWS as MAX_INT8_ROWS
 from wide.kernels.linear_int8 import expand_int8, linear_int8, quantise_rows
 from wide.kernels.linear_int8.op import BACKENDS as INT8_BACKENDS
@@ -33,12 +34,14 @@ class LinearWeights(NamedTuple):
     Args:
         scale: Of each output of int8 weights, float32 [N].
         int8_rows: Whether rows are quantised where they are many.
+        rotation: What blocks of K channels of all rows are multiplied by, as those of the weight were (`hadamard`).
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
     int8_rows: bool = False
+    rotation: Tensor | None = None
 
     @property
     def outputs(self) -> int:
@@ -49,7 +52,7 @@ class LinearWeights(NamedTuple):
         """Return the layer of some outputs, as views."""
         weight, bias, scale = (None if part is None else part[first:last] for part in self[:3])
         assert weight is not None
-        return LinearWeights(weight, bias, scale, self.int8_rows)
+        return LinearWeights(weight, bias, scale, *self[3:])
 
     def expanded(self, dtype: torch.dtype) -> "LinearWeights":
         """Return the layer without scales: int8 weights in a floating-point dtype, others as they are."""
@@ -73,12 +76,13 @@ class LinearWeights(NamedTuple):
             return functional.linear(x, weight, bias)
         backend = fixed_backend(self.weight.device)
         if x.shape[0] <= MAX_ROWS:
+            x = rotated(x, self.rotation)
             return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
         if x.shape[0] <= MAX_INT8_ROWS:
-            return linear_int8(x, self.weight, self.scale, self.bias, backend=backend)
+            return linear_int8(rotated(x, self.rotation), self.weight, self.scale, self.bias, backend=backend)
         if INT8_BACKENDS.obstacle("cuda", self.weight.device, Int8Shape(torch.int8, *self.weight.shape)) is None:
             backend = "cuda"
-        values, scales = int8_rows(x, mask)
+        values, scales = self.in_int8(x, mask)
         return linear_int8(values, self.weight, self.scale, self.bias, **scales, backend=backend)
 
     def output_groups(self, x: Tensor, mask: Tensor, choice: Choice, *, sorts: str) -> tuple[Tensor, Reordering | None]:
@@ -98,12 +102,12 @@ class LinearWeights(NamedTuple):
             return self.dense(h, mask)
         if h.shape[0] <= MAX_ROWS:
             how: dict[str, Any] = {"scale": self.scale, "backend": choice.backend, "tile": choice.tile}
-            return gemv_k(h, self.weight, mask, bias=self.bias, **how)
+            return gemv_k(rotated(h, self.rotation), self.weight, mask, bias=self.bias, **how)
         num_groups = mask.shape[1]
         options: dict[str, Any] = {"group_size": h.shape[1] // num_groups, "bias": self.bias, "backend": choice.backend}
         weight = self.weight if self.int8_rows else self.expanded(h.dtype).weight
         if self.int8_rows:
-            h, scales = int8_rows(h, mask)
+            h, scales = self.in_int8(h, mask)
             options |= {**scales, "scale": self.scale}
         if num_groups > PATTERN_GROUPS and (choice.backend == "cuda" or choice.groups_per_block > PATTERN_GROUPS):
             return gemm_k_rows(h, weight, reorder_rows(mask, backend="cuda"), **options)
@@ -117,11 +121,11 @@ class LinearWeights(NamedTuple):
         )
         return gemm_k(h, weight, order, tile=choice.tile, **options)
 
-
-def int8_rows(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
-    """Return rows in int8 (`quantise_rows`), and what products are told of them."""
-    values, scale = quantise_rows(x, mask, backend=fixed_backend(x.device))
-    return values, {"x_scale": scale, "dtype": x.dtype}
+    def in_int8(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """Return rows in int8 (`quantise_rows`), and what products are told of them."""
+        rotation = None if self.rotation is None else self.rotation.to(x.dtype)
+        values, scale = quantise_rows(x, mask, rotation=rotation, backend=fixed_backend(x.device))
+        return values, {"x_scale": scale, "dtype": x.dtype}
 
 
 class GatedWeights(NamedTuple):
@@ -178,7 +182,7 @@ class GatedWeights(NamedTuple):
         few = x.shape[0] <= MAX_ROWS
         scales: dict[str, Any] = {}
         if self.both.int8_rows and not few:
-            x, scales = int8_rows(x)
+            x, scales = self.both.in_int8(x)
         _, gate, up, activation = self if few or scales else self._expanded(x.dtype)
         options: dict[str, Any] = {
             "up_weight": None if up is None else up.weight,
@@ -191,7 +195,7 @@ class GatedWeights(NamedTuple):
         if gate.scale is not None:
             options |= {"scale": gate.scale, "up_scale": None if up is None else up.scale}
         if few:
-            return gemv_mn(x, gate.weight, mask, zero_skipped=zeroed, **options), None
+            return gemv_mn(rotated(x, gate.rotation), gate.weight, mask, zero_skipped=zeroed, **options), None
         order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
         return gemm_mn(x, gate.weight, order, mask=zeroing, **scales, **options), order
 

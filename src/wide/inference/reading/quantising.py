@@ -10,6 +10,7 @@ from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
 from wide.inference.reading.stacking import stack
 from wide.kernels.device import HALF
+from wide.kernels.int8 import hadamard
 from wide.kernels.linear_int8 import quantise_int8
 
 WEIGHTS = ("model", "int8", "w8a8")
@@ -30,7 +31,7 @@ class Weights:
         self.quantised: list[nn.Linear] = []
         self.saved_bytes = 0
 
-    def take(self, linears: Sequence[nn.Linear], where: str, *, rounds: bool = True) -> LinearWeights:
+    def take(self, linears: Sequence[nn.Linear], where: str, *, rounds: bool = True, rotates: int = 1) -> LinearWeights:
         """Return layers that read one input as one, N = the sum of theirs.
 
         In the model's dtype they are moved into one buffer that their modules then view. In int8 they get a copy, and
@@ -38,6 +39,7 @@ class Weights:
 
         Args:
             rounds: Whether many rows may be quantised.
+            rotates: Input channels of a group, or all: blocks that are rotated for int8 rows divide them. 1 = none.
 
         Raises:
             UnsupportedModelError: If only some have a bias, or one has weights that cannot be quantised.
@@ -47,14 +49,16 @@ class Weights:
         if self._form == "model":
             biases = [linear.bias for linear in linears if linear.bias is not None]
             return LinearWeights(stack([linear.weight for linear in linears]), stack(biases) if biases else None)
-        parts = [self._quantise(linear, where) for linear in linears]
+        rounds = rounds and self._form == "w8a8"
+        turn = hadamard(rotates, linears[0].weight.detach()) if rounds else None
+        parts = [self._quantise(linear, where, turn) for linear in linears]
         whole = parts[0]
         if len(parts) > 1:
             columns = zip(*(part[:3] for part in parts), strict=True)
             weight, bias, scale = (None if one[0] is None else torch.cat(one) for one in columns)  # type: ignore[arg-type]
             assert weight is not None
             whole = LinearWeights(weight, bias, scale)
-        whole = whole._replace(int8_rows=rounds and self._form == "w8a8")
+        whole = whole._replace(int8_rows=rounds, rotation=turn)
         end = 0
         for linear, part in zip(linears, parts, strict=True):
             end += part.outputs
@@ -88,7 +92,7 @@ class Weights:
             for name in ("forward", *REFUSED_COPIES):
                 vars(linear).pop(name, None)
 
-    def _quantise(self, linear: nn.Linear, where: str) -> LinearWeights:
+    def _quantise(self, linear: nn.Linear, where: str, turn: Tensor | None) -> LinearWeights:
         weight = linear.weight.detach()
         if weight.is_cuda and weight.dtype not in HALF:
             raise UnsupportedModelError(
@@ -99,7 +103,7 @@ class Weights:
             raise UnsupportedModelError(
                 f"{where}: weights={self._form!r} replaces a forward that is not its class's; remove it"
             )
-        values, scale = quantise_int8(weight, vars(linear).get("weight_scale"))
+        values, scale = quantise_int8(weight, vars(linear).get("weight_scale"), turn)
         if not bool(scale.isfinite().all()):
             raise UnsupportedModelError(
                 f"{where}: weights hold NaN or infinity, which int8 cannot; use weights='model'"
@@ -117,7 +121,7 @@ class Weights:
                 if not torch.compiler.is_compiling() and before != (x.device, *state_of(linear.weight)):
                     # The engine reads what was written since with its next prompt; graphs may hold its copy until then.
                     before = x.device, *state_of(linear.weight)
-                    values, scale = quantise_int8(linear.weight.to(x.device))
+                    values, scale = quantise_int8(linear.weight.to(x.device), rotation=weights.rotation)
                     weights = weights._replace(weight=values, scale=scale)
                 out = weights._replace(bias=linear.bias).dense(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
             if torch.is_grad_enabled() and x.requires_grad:

@@ -308,11 +308,14 @@ def _feed_forward(
         )
     reading = [plain_linear(each, spec.index) for each in (part.gate, part.up) if each is not None]
     down = plain_linear(part.down, spec.index)
+    router = _router(part.module, down.weight.dtype, part.width, 0)
+    size = part.width if router is None else part.width // router.num_groups
+    both = weights.take(reading, where, rotates=reading[0].in_features)
     return FeedForwardWeights(
         **around,
-        gated=GatedWeights.of_rows(weights.take(reading, where), part.width, activation),
-        down=weights.take([down], where),
-        router=_router(part.module, down.weight.dtype, part.width, 0),
+        gated=GatedWeights.of_rows(both, part.width, activation),
+        down=weights.take([down], where, rotates=size),
+        router=router,
     )
 
 

@@ -156,6 +156,7 @@ def expand_int8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 def _quantise_rows(
     X,
     MASK,
+    ROTATION,
     OUT,
     SCALE,
     K,
@@ -166,6 +167,7 @@ def _quantise_rows(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     MASKED: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     starts = tl.arange(0, SEGMENTS) * SEGMENT
@@ -176,6 +178,10 @@ def _quantise_rows(
         executes = tl.load(MASK + row * stride_mm + (starts // G) * stride_mg, mask=counts, other=0)
         counts = counts & (executes != 0)
     x = tl.load(X + row * stride_xm + places, mask=tl.broadcast_to(counts[:, None], (SEGMENTS, SEGMENT)), other=0.0)
+    if ROTATES:
+        inner = tl.arange(0, SEGMENT)
+        rotation = tl.load(ROTATION + inner[:, None] * SEGMENT + inner[None, :])
+        x = tl.dot(x, rotation, input_precision="ieee")
     x = x.to(tl.float32)
     # As integers, bits of absolute values are in their order and NaN is above all; a maximum of floats would lose it.
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -189,19 +195,22 @@ def _quantise_rows(
 
 
 @QUANTISE_BACKENDS.register("triton", needs=elementwise_obstacle)
-def quantise_rows(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(
+    x: torch.Tensor, mask: torch.Tensor | None, rotation: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `quantise_rows_reference` in one kernel that reads everything once."""
     num_rows, depth = x.shape
     size = depth if mask is None else depth // mask.shape[1]
     # The largest power of two that divides a group.
-    segment = min(size & -size, _MAX_SEGMENT)
-    segments = triton.next_power_of_2(depth // segment)
+    segment = min(size & -size, _MAX_SEGMENT) if rotation is None else len(rotation)
+    segments = max(1 if rotation is None else 16, triton.next_power_of_2(depth // segment))
     out = x.new_empty(num_rows, depth, dtype=torch.int8)
     scale = x.new_empty(num_rows, dtype=torch.float32)
     raw = out if mask is None else mask.view(torch.uint8)
     _quantise_rows[(num_rows,)](
         x,
         raw,
+        x if rotation is None else rotation,
         out,
         scale,
         depth,
@@ -211,6 +220,7 @@ def quantise_rows(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Ten
         SEGMENT=segment,
         SEGMENTS=segments,
         MASKED=mask is not None,
+        ROTATES=rotation is not None,
         num_warps=min(16, max(1, segment * segments // 1024)),
     )
     return out, scale

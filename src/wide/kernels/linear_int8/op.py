@@ -84,7 +84,7 @@ def linear_int8(
 
 @operator(lambda x: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)))
 def quantise_rows(
-    x: torch.Tensor, mask: torch.Tensor | None = None, *, backend: str
+    x: torch.Tensor, mask: torch.Tensor | None = None, *, rotation: torch.Tensor | None = None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows in int8 [M, K], and the scale of each, float32 [M]: its largest value over 127.
 
@@ -93,6 +93,8 @@ def quantise_rows(
     Args:
         x: [M, K], last stride 1.
         mask: bool [M, N_G], any strides; N_G divides K. Channels of other groups count as zero, whatever they hold.
+        rotation: What blocks of channels are multiplied by before they are rounded, [b, b] in the dtype of `x`; b is
+            16, 32 or 64 and divides a group.
 
     Raises:
         ShapeError: If tensors do not fit.
@@ -105,7 +107,13 @@ def quantise_rows(
     )
     if mask is not None and x.shape[1] % max(mask.shape[1], 1):
         raise ShapeError(f"quantise_rows: {mask.shape[1]} groups of one size do not make up {x.shape[1]} channels")
-    return QUANTISE_BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, mask)
+    size = 1 if rotation is None else rotation.shape[0]
+    check_tensor("quantise_rows", "rotation", rotation, x.dtype, (size, size))
+    if rotation is not None and (
+        size not in (16, 32, 64) or x.shape[1] // (1 if mask is None else mask.shape[1]) % size
+    ):
+        raise ShapeError(f"quantise_rows rotates blocks of 16, 32 or 64 channels that divide a group, got {size}")
+    return QUANTISE_BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, mask, rotation)
 
 
 @operator(lambda weight, dtype: weight.new_empty(weight.shape, dtype=dtype))

@@ -2,7 +2,7 @@
 
 import torch
 
-from wide.kernels.int8 import LARGEST, LEAST
+from wide.kernels.int8 import LARGEST, LEAST, rotated
 
 
 def expand_int8_reference(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -10,11 +10,14 @@ def expand_int8_reference(weight: torch.Tensor, scale: torch.Tensor, dtype: torc
     return (weight * scale[:, None]).to(dtype)
 
 
-def quantise_rows_reference(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows_reference(
+    x: torch.Tensor, mask: torch.Tensor | None, rotation: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row by its largest value that counts; arguments as in `quantise_rows`."""
     values = x.float()
     if mask is not None:
         values = torch.where(mask.repeat_interleave(x.shape[1] // mask.shape[1], 1), values, 0.0)
+    values = rotated(values, rotation)
     peak = values.abs().amax(1).clamp_min(LARGEST * LEAST)
     # A division of tensors is exact on every device; one of a number multiplies by the inverse.
     factor = torch.full_like(peak, LARGEST) / peak
