@@ -1,10 +1,11 @@
 """One engine of vLLM with drawn weights: its answers against those of the masked model, and what calls take.
 
-Usage: python -m benchmarks.vllm_engine routed|dense|off|fp8|gate [tiny]
+Usage: python -m benchmarks.vllm_engine routed|dense|off|fp8|int8|w8a8|gate [tiny]
 
 Reads commands from stdin, one JSON list a line, such as ["requests", 8], and answers each with a JSON line. `routed`
 serves a checkpoint of wide, whose thresholds are put where half of the pairs are skipped, and `gate` one of two layers;
-`dense` is vLLM's own model, `fp8` the same with `--quantization fp8`; `off` is the checkpoint at `wide_sparsity` 0.
+`int8` and `w8a8` serve it with these `wide_weights`. `dense` is vLLM's own model, `fp8` the same with
+`--quantization fp8`; `off` is the checkpoint at `wide_sparsity` 0.
 Weights are drawn by the engine's loader; the masked model has views of the same tensors, so that nothing is written to
 a disk. `benchmarks.vllm_plugin` starts these processes.
 """
@@ -37,6 +38,7 @@ SETTINGS = {
 _DRAWN: dict[str, Tensor] = {}
 """What the loader drew, by the names of vLLM's model."""
 _NEW, _DECODED = 256, 128
+_EIGHT_BITS = ("int8", "w8a8")
 # Behind many layers of random routers rounding decides.
 _GATE_LAYERS = 2
 
@@ -75,7 +77,8 @@ class Engine:
             content |= {"architectures": ["WideLlamaForCausalLM"], "model_type": "wide_llama"}
             content["wide"] = config_of(self.masked)
         (folder / "config.json").write_text(json.dumps(content))
-        overrides: dict[str, Any] = {"hf_overrides": {"wide_sparsity": 0}} if mode == "off" else {}
+        fields = {"off": {"wide_sparsity": 0}, **{form: {"wide_weights": form} for form in _EIGHT_BITS}}
+        overrides: dict[str, Any] = {"hf_overrides": fields[mode]} if mode in fields else {}
         if mode == "fp8":
             # vLLM quantises while it loads, and draws weights by itself.
             overrides = {"quantization": "fp8", "load_format": "dummy"}
@@ -97,10 +100,15 @@ class Engine:
         self.llm = LLM(model=str(folder), **options | overrides | ({"enforce_eager": True} if tiny else on_gpu))
         if mode != "fp8":
             self._take_views()
-        if mode in ("routed", "gate"):
+        if mode in ("routed", "gate", *_EIGHT_BITS):
             ids = torch.tensor(self._prompts(1, 2048), device=self.device)
             set_shares(self.masked, ids, (0.5, 0.5))
             self.dial(None)
+        if mode in _EIGHT_BITS:
+            # The engine has its own weights, and these would only fill the memory.
+            _DRAWN.clear()
+            for parameter in self.masked.parameters():
+                parameter.data = parameter.data.new_empty(0)
 
     def _take_views(self) -> None:
         """Give the masked model the engine's weights."""

@@ -1,13 +1,14 @@
 """The plug-in for vLLM beside dense vLLM on one GPU: answers first, then speeds, each pair in one go.
 
-Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,everything,off,fp8] [--tiny]
+Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,everything,off,fp8,int8,w8a8] [--tiny]
        python -m benchmarks.vllm_plugin --record DIR/vllm.json --commit HASH
 
 Llama-3.1-8B's shapes, drawn weights, half of the pairs skipped. Answers are compared in two layers, since behind many
 layers of random routers rounding decides; in all layers where everything executes. Engines start at the same time, in
 processes of their own (`benchmarks.vllm_engine`), and are timed one after the other at each size. About 80 s until they
 have started, 30 s for answers, 65 s for speeds, 15 s with routers that skip nothing, and 130 s more for the checkpoint
-at sparsity 0 and for dense vLLM with `--quantization fp8`. DIR/vllm.json is written after every figure. The second form
+at sparsity 0 and for dense vLLM with `--quantization fp8`; `int8` and `w8a8` start engines with weights in eight bits
+behind each other, and were not timed. DIR/vllm.json is written after every figure. The second form
 writes figures into docs/measurements/targets/vllm.json, if the gate was green.
 """
 
@@ -33,6 +34,10 @@ _ROWS: dict[str, tuple[str, int]] = {
 """What is timed, by the names of the targets."""
 _FEW = list(_ROWS)[:3]
 _NOTHING = "vLLM: nothing skipped"
+_OVER_FP8 = {
+    "vLLM: in eight bits over dense vLLM FP8, a token": _FEW[0],
+    "vLLM: in eight bits over dense vLLM FP8, first token, 4096": _FEW[1],
+}
 
 
 class Worker:
@@ -124,13 +129,15 @@ def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
         for what in _FEW:
             record.row(what, "everything", routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
     routed.end()
-    last = {mode: Worker(mode, folder, tiny=tiny) for mode in ("off", "fp8") if mode in parts}
-    for mode, worker in last.items():
-        record.add(**{mode: worker.answer()})
-    for mode, worker in last.items():
-        for what in known if mode == "fp8" else _FEW:
-            record.row(what, mode, worker.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
-        worker.end()
+    # Weights in two formats do not fit on a GPU several times.
+    for modes in (("off", "fp8"), ("int8",), ("w8a8",)):
+        last = {mode: Worker(mode, folder, tiny=tiny) for mode in modes if mode in parts}
+        for mode, worker in last.items():
+            record.add(**{mode: worker.answer()})
+        for mode, worker in last.items():
+            for what in _FEW if mode == "off" else known:
+                record.row(what, mode, worker.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+            worker.end()
     dense.end()
 
 
@@ -146,6 +153,11 @@ def fill(content: dict[str, Any], rows: list[dict[str, Any]], *, commit: str, de
     off = [row for row in content["rows"] if row["mode"] == "off"]
     if off:
         found[_NOTHING] = min(off, key=lambda row: float(row["ratio"]))
+    by_mode = {(row["mode"], row["what"]): row for row in content["rows"]}
+    for name, what in _OVER_FP8.items():
+        if ("w8a8", what) in by_mode and ("fp8", what) in by_mode:
+            ours, fp8 = by_mode["w8a8", what], by_mode["fp8", what]
+            found[name] = ours | {"ratio": fp8["value"] / ours["value"], "dense": fp8["value"]}
     skipped = content["skipped"]
     for row in rows:
         one = found.get(row["what"])

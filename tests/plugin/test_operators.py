@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional
 
 from wide.inference.operators.table import OperatorTable
+from wide.inference.reading.quantising import WEIGHTS
+from wide.kernels.linear_int8 import MAX_ROWS, quantise_int8
 from wide.kernels.route import split_weights
 from wide.kernels.route.reference import margins
 
@@ -36,33 +38,53 @@ def spread(mask, width):
     return mask.repeat_interleave(width // mask.shape[1], 1)
 
 
+def stored(weight, form):
+    """Return a weight as a format keeps it, its scales, and what both stand for."""
+    if form == "model":
+        return weight, None, weight
+    values, scale = quantise_int8(weight)
+    return values, scale, values * scale[:, None]
+
+
+@pytest.mark.parametrize("form", WEIGHTS)
 @pytest.mark.parametrize("rows", [1, 3, 600])
-def test_products_are_those_of_masked_modules(rows, table, poisoned_memory, monkeypatch):
+def test_products_are_those_of_masked_modules(rows, form, table, poisoned_memory, monkeypatch):
     monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "1")
     x, padding = torch.randn(rows, HIDDEN), torch.arange(rows) >= max(1, rows - 1)
     known, real = router(6), ~padding
-    gate, up, last, bias = torch.randn(24, HIDDEN), torch.randn(24, HIDDEN), torch.randn(HIDDEN, 24), torch.randn(48)
+    both, both_scale, whole = stored(torch.randn(48, HIDDEN), form)
+    last, last_scale, whole_last = stored(torch.randn(HIDDEN, 24), form)
+    bias = torch.randn(48)
+
+    def near(found, wanted, *, rounds=True):
+        """Rows that are quantised are off by less than a hundredth of the largest value at each of two products."""
+        coarse = rounds and form == "w8a8" and rows > MAX_ROWS
+        torch.testing.assert_close(found, wanted, atol=wanted.abs().max().item() / 50 if coarse else 1e-3, rtol=1e-4)
+
     mask = margins(x, known) >= 0
-    inner = functional.silu(functional.linear(x, gate, bias[:24])) * functional.linear(x, up, bias[24:])
-    wanted = functional.linear(inner * spread(mask, 24), last, bias)
+    gate, up = functional.linear(x, whole, bias).chunk(2, 1)
+    wanted = functional.linear(functional.silu(gate) * up * spread(mask, 24), whole_last, bias)
     counts = torch.zeros(2, dtype=torch.int32)
     with override_forward_context(SimpleNamespace(is_padding=padding)):
-        found = torch.ops.wide.routed_feed_forward(x, *known, counts, torch.cat((gate, up)), bias, last, bias, 0.5)
+        parts = both, bias, both_scale, last, bias, last_scale, 0.5, form
+        found = torch.ops.wide.routed_feed_forward(x, *known, counts, *parts)
         assert counts.tolist() == [mask[real].sum(), real.sum()]
-        torch.testing.assert_close(found[real], wanted[real], atol=1e-3, rtol=1e-4)
+        near(found[real], wanted[real])
         width = HEADS * DIM
-        known, weight = router(2, extra=2), torch.randn(2 * width, HIDDEN)
-        shape = (KV_HEADS, DIM, 0.5)
-        mask, qkv = torch.ops.wide.routed_queries(x, *known, counts, weight, None, 2, *shape)
+        known, shape = router(2, extra=2), (KV_HEADS, DIM, 0.5, form)
+        weight, scale, whole = stored(torch.randn(2 * width, HIDDEN), form)
+        mask, qkv = torch.ops.wide.routed_queries(x, *known, counts, weight, None, scale, 2, *shape)
     own = margins(x, known)[:, :2] >= 0
     assert torch.equal(mask[real][:, :2], own[real])
-    whole = functional.linear(x, weight)
-    torch.testing.assert_close(qkv[real, width:], whole[real, width:], atol=1e-3, rtol=1e-4)
+    wanted = functional.linear(x, whole)
+    near(qkv[real, width:], wanted[real, width:], rounds=False)
     seen = spread(own, width) & real[:, None]
-    torch.testing.assert_close(qkv[:, :width][seen], whole[:, :width][seen], atol=1e-3, rtol=1e-4)
-    heads, out = torch.randn(rows, width) * spread(own, width), torch.randn(HIDDEN, width)
-    found = torch.ops.wide.routed_output(heads, own, out, None, *shape)
-    torch.testing.assert_close(found, functional.linear(heads, out), atol=1e-3, rtol=1e-4)
+    near(qkv[:, :width][seen], wanted[:, :width][seen], rounds=False)
+    heads = torch.randn(rows, width) * spread(own, width)
+    weight, scale, whole = stored(torch.randn(HIDDEN, width), form)
+    near(torch.ops.wide.routed_output(heads, own, weight, None, scale, *shape), functional.linear(heads, whole))
+    dense = torch.ops.wide.dense_linear(heads[None], weight, None, scale, form == "w8a8")
+    near(dense[0], functional.linear(heads, whole))
 
 
 def test_rows_are_no_padding_where_vllm_does_not_keep_its_marks(table, monkeypatch):
@@ -70,7 +92,7 @@ def test_rows_are_no_padding_where_vllm_does_not_keep_its_marks(table, monkeypat
     x, known, counts = torch.randn(3, HIDDEN), router(2, extra=2), torch.zeros(2, dtype=torch.int32)
     with override_forward_context(SimpleNamespace(is_padding=torch.ones(3, dtype=torch.bool))):
         weight = torch.randn(2 * HEADS * DIM, HIDDEN)
-        mask, _ = torch.ops.wide.routed_queries(x, *known, counts, weight, None, 2, KV_HEADS, DIM, 0.5)
+        mask, _ = torch.ops.wide.routed_queries(x, *known, counts, weight, None, None, 2, KV_HEADS, DIM, 0.5, "model")
     assert torch.equal(mask, margins(x, known) >= 0)
 
 
@@ -166,8 +188,9 @@ def test_vllm_says_which_rows_are_padding(monkeypatch):
             super().__init__()
             self.model = SimpleNamespace(layers=[])
 
-    for name in ("exchange", "read_pruning", "Tally"):
-        monkeypatch.setattr(model, name, lambda *_: None, raising=False)
+    monkeypatch.setattr(model, "read_pruning", lambda _: SimpleNamespace(weights="model"))
+    for name in ("exchange", "Tally"):
+        monkeypatch.setattr(model, name, lambda *_: None)
     monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
     type("Pruned", (model._Pruned, Dense), {})(vllm_config=config)

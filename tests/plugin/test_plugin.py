@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from families import make
 from transformers import CONFIG_MAPPING
 
@@ -38,7 +39,7 @@ def engine(config, *, ranks=1, **changes):
     parallel = {"enable_dbo": False, "pipeline_parallel_size": 1, "tensor_parallel_size": ranks}
     parallel |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     found = {"quantization": None, "cache_dtype": "auto", "speculative_config": None, "lora_config": None}
-    found |= {"is_moe": False, "device_type": "cpu"}
+    found |= {"is_moe": False, "device_type": "cpu", "dtype": torch.float32}
     found |= parallel | changes
     parts = ("model_config", "cache_config", "parallel_config", "device_config")
     return SimpleNamespace(**found, **{part: SimpleNamespace(hf_config=config, **found) for part in parts})
@@ -89,12 +90,17 @@ def test_plans_that_vllm_cannot_run_are_refused(changes, words):
         ({"quantization": "fp8"}, "--quantization"),
         ({"cache_dtype": "fp8"}, "--kv-cache-dtype"),
         ({"lora_config": 1, "enable_dbo": True}, "--enable-lora and --enable-dbo"),
+        ({"wide_weights": "int4"}, r"unknown wide_weights 'int4'; choose one of .'model', 'int8', 'w8a8'"),
+        ({"wide_weights": "w8a8", "device_type": "cuda"}, r"'w8a8' needs bfloat16 or float16 on a GPU.*--dtype"),
+        ({"wide_weights": "int8", "quantization": "fp8"}, "--quantization.*wide_weights"),
         ({"ranks": 4}, r"does not divide the 2 groups .* sizes that do: \[1, 2\]"),
     ],
 )
 def test_options_that_do_not_go_with_routers_are_refused_by_name(changes, words):
     config = configuration()
     Limits.verify_and_update_config(engine(config, ranks=2))
+    if "wide_weights" in changes:
+        config.wide_weights = changes.pop("wide_weights")
     with pytest.raises(ConfigError, match=words):
         Limits.verify_and_update_config(engine(config, **changes))
 

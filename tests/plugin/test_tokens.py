@@ -14,70 +14,50 @@ from materialise_plans import width_plan
 from transformers import AutoModelForCausalLM
 
 import wide
+from wide.kernels.linear_int8 import quantise_int8
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
+from wide.profiling.synthetic import skipped_shares
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 ROOT = Path(__file__).parents[2]
 FAMILY = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "max_position_embeddings": 256}
+EAGER, INT8 = {"enforce_eager": True}, {"hf_overrides": {"wide_weights": "int8"}}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
+IN_ONE_PROCESS = {
+    "nano": ("nano", {**EAGER, "counts": True}),
+    "nano-int8": ("nano", {**EAGER, **INT8}),
+    "sparsity": ("nano", {**EAGER, "hf_overrides": {"wide_sparsity": 0.3}, "enable_prefix_caching": False}),
+    "static": ("static", {}),
+    **{family: (family, EAGER) for family in FAMILIES},
+    "phi3": ("phi3", {**EAGER, **INT8}),
+}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Return a maker of checkpoints with routers that skip about half, and three calibrated thresholds."""
-
-    def write(name):
-        torch.manual_seed(0)
-        if name == "nano":
-            model = AutoModelForCausalLM.from_pretrained(ROOT / "models/nano", dtype=torch.float32)
-            settings = wide.WideConfig(router_bias=True)
-        else:
-            biases = {"attention_bias": True, "mlp_bias": True} if name == "llama" else {}
-            # vLLM's attention on a CPU fails with the pages that it chooses for sliding windows.
-            plain = {"sliding_window": None} if name == "mistral" else {}
-            model, settings = make(name, **FAMILY, **biases, **plain), wide.WideConfig(ffn_group_size=16)
-            for parameter in model.parameters():
-                parameter.data += torch.randn_like(parameter) * 0.1
-        state = attachment(wide.attach(model.eval(), settings))
-        state.dial = [(0.3, -0.2), (0.5, 0.0), (0.7, 0.2)]
-        for router in state.routers():
-            if router.bias is not None:
-                torch.nn.init.normal_(router.bias, std=0.1)
-        return wide.save_checkpoint(model, tmp_path_factory.mktemp(name))
-
-    return write
+def checkpoint(name, folder):
+    """Write a checkpoint with routers that skip about half, and three calibrated thresholds."""
+    torch.manual_seed(0)
+    if name == "nano":
+        model = AutoModelForCausalLM.from_pretrained(ROOT / "models/nano", dtype=torch.float32)
+        settings = wide.WideConfig(router_bias=True)
+    else:
+        biases = {"attention_bias": True, "mlp_bias": True} if name == "llama" else {}
+        # vLLM's attention on a CPU fails with the pages that it chooses for sliding windows.
+        plain = {"sliding_window": None} if name == "mistral" else {}
+        model, settings = make(name, **FAMILY, **biases, **plain), wide.WideConfig(ffn_group_size=16)
+        for parameter in model.parameters():
+            parameter.data += torch.randn_like(parameter) * 0.1
+    state = attachment(wide.attach(model.eval(), settings))
+    state.dial = [(0.3, -0.2), (0.5, 0.0), (0.7, 0.2)]
+    for router in state.routers():
+        if router.bias is not None:
+            torch.nn.init.normal_(router.bias, std=0.1)
+    wide.save_checkpoint(model, folder)
 
 
-def tokens(folder, **options):
-    """Return how many prompts gave the same tokens, of how many, and the shares that executed; counts if wanted."""
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else os.environ
-    command = [sys.executable, str(Path(__file__).with_name("tokens.py")), str(folder), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
-    found = re.search(r"(\d+) of (\d+) alike; executed (\[.*\])", done.stdout)
-    assert found, done.stdout[-2000:] + done.stderr[-9000:]
-    counted = re.search(r"counted (.*)", done.stdout)
-    return int(found[1]), int(found[2]), json.loads(counted[1] if counted else found[3])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"enforce_eager": True},
-        {},
-        {"enforce_eager": True, "hf_overrides": {"wide_sparsity": 0.3}, "enable_prefix_caching": False},
-        {"enforce_eager": True, "tensor_parallel_size": 2},
-    ],
-    ids=["eager", "compiled", "sparsity", "two-ranks"],
-)
-def test_nano_gives_the_tokens_of_the_masked_model(checkpoint, options):
-    same, total, executed = tokens(checkpoint("nano"), **options)
-    assert same == total
-    assert 0.1 < sum(executed) / len(executed) < 0.9
-
-
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["one-rank", "two-ranks"])
-def test_static_checkpoints_give_their_own_tokens(tmp_path, options):
+def static_checkpoint(folder):
+    """Write a checkpoint whose layers have their own numbers of heads and channels, one of them no attention."""
     torch.manual_seed(0)
     model = make("llama", **FAMILY, num_hidden_layers=4, num_key_value_heads=4)
     for parameter in model.parameters():
@@ -86,26 +66,89 @@ def test_static_checkpoints_give_their_own_tokens(tmp_path, options):
     layers = [*plan.layers[:2], LayerPlan(attention=Skipped(), ffn=Dense()), plan.layers[3]]
     scales.pop("layers.2.attention.scale", None)
     model = materialise(wide.attach(model.eval(), Plan(tuple(layers)), tensors=scales))
-    model.save_pretrained(tmp_path)
-    same, total, _ = tokens(tmp_path, **options)
-    assert same == total
+    model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3"])
-def test_families_give_the_tokens_of_the_masked_model(checkpoint, family):
-    same, total, _ = tokens(checkpoint(family), enforce_eager=True)
-    assert same == total
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folders of all checkpoints, by name."""
+    place = tmp_path_factory.mktemp("checkpoints")
+    for name in ("nano", *FAMILIES):
+        checkpoint(name, place / name)
+    static_checkpoint(place / "static")
+    return place
 
 
-def test_what_routers_skip_is_counted(checkpoint):
-    same, total, (counted, known, rows) = tokens(checkpoint("nano"), enforce_eager=True, counts=True)
-    assert same == total
-    assert rows == 100
-    assert counted == pytest.approx(known, abs=1e-3)
+def run(folders, runs, *words, **environment):
+    """Return what `tokens.py` prints of runs, {name: (checkpoint, options)}, by their names."""
+    given = json.dumps({name: (str(folders / which), options) for name, (which, options) in runs.items()})
+    command = [sys.executable, str(Path(__file__).with_name("tokens.py")), given, *words]
+    known = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=known, check=False)
+    found = {}
+    for line in re.findall(r"^found (\{.*\})", done.stdout, flags=re.MULTILINE):
+        found |= json.loads(line)
+    assert set(found) == set(runs), done.stdout[-2000:] + done.stderr[-9000:]
+    return found
 
 
-def test_dropped_requests_leave_nothing_behind(checkpoint):
-    command = [sys.executable, str(Path(__file__).with_name("aborts.py")), str(checkpoint("nano")), "300"]
+def check(folder, found, *, tensor_parallel_size=1, hf_overrides=None, **_):
+    """Compare greedy tokens with those that the masked model would choose, each behind the ones before it."""
+    masked, overrides = wide.load_checkpoint(folder, dtype=torch.float32), hf_overrides or {}
+    if "wide_sparsity" in overrides:
+        wide.set_sparsity(masked, overrides["wide_sparsity"])
+    if "wide_weights" in overrides:
+        round_weights(masked, tensor_parallel_size)
+    with torch.no_grad():
+        for prompt, new in zip(found["prompts"], found["tokens"], strict=True):
+            logits = masked(torch.tensor([prompt + new[:-1]]), logits_to_keep=16, use_cache=False).logits[0]
+            assert logits.argmax(1).tolist() == new
+    if hasattr(masked.config, "wide"):
+        with wide.capture_routing(masked) as routing:
+            masked(torch.tensor(found["prompts"][-1:]))
+        executed = [float(layer.ffn.float().mean()) for layer in routing]
+        assert 0.1 < sum(executed) / len(executed) < 0.9
+    return masked
+
+
+def round_weights(model, ranks):
+    """Give projections the values that int8 weights stand for, with scales of each rank's part of the inputs."""
+    for name, linear in model.base_model.named_modules():
+        if isinstance(linear, torch.nn.Linear):
+            parts = linear.weight.data.chunk(ranks if name.endswith(("o_proj", "down_proj")) else 1, dim=1)
+            made = [quantise_int8(part) for part in parts]
+            linear.weight.data = torch.cat([values * scale[:, None] for values, scale in made], dim=1)
+
+
+@pytest.fixture(scope="module")
+def reports(folders):
+    """Return what engines of one process answer."""
+    return run(folders, IN_ONE_PROCESS)
+
+
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_greedy_tokens_are_those_of_the_masked_model(folders, reports, name):
+    which, options = IN_ONE_PROCESS[name]
+    masked = check(folders / which, reports[name], **options)
+    if "counts" in options:
+        prompt, counted, rows = reports[name]["counted"]
+        known = dict(zip(("attention", "the FFN"), skipped_shares(masked, torch.tensor([prompt])), strict=True))
+        assert rows == 100
+        assert counted == pytest.approx(known, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("which", "options"),
+    [("nano", {}), ("nano", {**EAGER, "tensor_parallel_size": 2}), ("static", {"tensor_parallel_size": 2, **INT8})],
+    ids=["compiled", "two-ranks", "static-two-ranks-int8"],
+)
+def test_spawned_engines_and_ranks_give_the_same_tokens(folders, which, options):
+    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if "tensor_parallel_size" in options else {}
+    check(folders / which, run(folders, {"one": (which, options)}, "spawned", **ranks)["one"], **options)
+
+
+def test_dropped_requests_leave_nothing_behind(folders):
+    command = [sys.executable, str(Path(__file__).with_name("aborts.py")), str(folders / "nano"), "300"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     found = re.search(r"aborts (\{.*\})", done.stdout)
     assert found, done.stdout[-2000:] + done.stderr[-9000:]

@@ -16,7 +16,8 @@ from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, input_of
 from wide.models.pretrained import PRUNED_PREFIX
 from wide.plan import Routed
-from wide.vllm.limits import heads_left, read_pruning, read_shape
+from wide.vllm.int8 import quantise_linears
+from wide.vllm.limits import heads_left, read_pruning, read_shape, read_weights
 from wide.vllm.sublayers import Router, cleared
 from wide.vllm.tally import Reporting, Tally
 
@@ -48,6 +49,7 @@ class WideTransformersForCausalLM(Reporting, TransformersForCausalLM):
                     found.wide_router = router
                     if router.decides:
                         _mask(found, last, router)
+        quantise_linears(self, pruning.weights)
         self.tally = Tally(self)
 
 
@@ -81,6 +83,7 @@ class SlicedTransformersForCausalLM(TransformersForCausalLM):
         self.__dict__["shape"] = read_shape(config)
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        quantise_linears(self, read_weights(config))
 
     def _create_hf_to_vllm_mapper(self) -> None:
         # The first thing that the backend does with its model, whose layers are still those of transformers.

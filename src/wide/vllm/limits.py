@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from wide.errors import ConfigError, UnsupportedModelError
+from wide.inference.reading.quantising import WEIGHTS
+from wide.kernels.device import HALF
 from wide.materialisation.shape import ModelShape
 from wide.models.adapter import check_config
 from wide.models.dial import threshold_of
@@ -13,8 +15,8 @@ from wide.schema import typed
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Model types whose dense class in vLLM takes wide's modules, with the first word of that class; others are masked."""
-SPARSITY = "wide_sparsity"
-"""Entry of the configuration that --hf-overrides sets: the sparsity at start."""
+SPARSITY, FORM = "wide_sparsity", "wide_weights"
+"""Entries of the configuration that --hf-overrides sets: the sparsity at start, and one of `WEIGHTS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,11 +26,13 @@ class Pruning:
     Args:
         thresholds: In force, by (layer, half); a half that is not routed has none.
         executed: Expected share of (token, group) pairs that execute, by which tables of measurements are read.
+        weights: Their format, as `read_weights`.
     """
 
     plan: Plan
     thresholds: dict[tuple[int, str], float]
     executed: float
+    weights: str
 
 
 def read_pruning(config: Any) -> Pruning:
@@ -61,7 +65,20 @@ def read_pruning(config: Any) -> Pruning:
     if sparsity is not None:
         values = [threshold_of([(share, float(at)) for share, at in facts["dial"]], sparsity)] * len(routed)
     thresholds = dict(zip(routed, values, strict=True))
-    return Pruning(plan=facts["plan"], thresholds=thresholds, executed=1.0 - sparsity if sparsity else 0.5)
+    executed = 1.0 - sparsity if sparsity else 0.5
+    return Pruning(plan=facts["plan"], thresholds=thresholds, executed=executed, weights=read_weights(config))
+
+
+def read_weights(config: Any) -> str:
+    """Return the format in which weights are kept, one of `WEIGHTS`.
+
+    Raises:
+        ConfigError: If it is none of them.
+    """
+    form = getattr(config, FORM, "model")
+    if form not in WEIGHTS:
+        raise ConfigError(f"unknown {FORM} {form!r}; choose one of {list(WEIGHTS)}")
+    return str(form)
 
 
 def _obstacle(half: object) -> str | None:
@@ -118,9 +135,18 @@ class Limits:
         }
         wrong = [name for name, is_set in unsupported.items() if is_set]
         if wrong:
-            raise ConfigError(f"a checkpoint of wide is served without {' and '.join(wrong)}; leave that out")
+            raise ConfigError(
+                f"a checkpoint of wide is served without {' and '.join(wrong)}; leave that out (weights in eight bits: "
+                f"""--hf-overrides '{{"{FORM}": "int8"}}')"""
+            )
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        if read_weights(config) != "model" and not on_cpu and vllm_config.model_config.dtype not in HALF:
+            raise ConfigError(
+                f"{FORM} {read_weights(config)!r} needs bfloat16 or float16 on a GPU, got "
+                f"{vllm_config.model_config.dtype}; name --dtype bfloat16"
+            )
         if is_static:
-            check_shape(config, parallel.tensor_parallel_size, on_cpu=vllm_config.device_config.device_type == "cpu")
+            check_shape(config, parallel.tensor_parallel_size, on_cpu=on_cpu)
         else:
             check_ranks(read_pruning(config).plan, parallel.tensor_parallel_size)
 

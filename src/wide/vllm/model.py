@@ -8,6 +8,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from wide.vllm.int8 import quantise_linears
 from wide.vllm.limits import read_pruning
 from wide.vllm.sublayers import exchange
 from wide.vllm.tally import Reporting, Tally
@@ -24,7 +25,9 @@ class _Pruned(Reporting):
         # Has vLLM say in each step which rows are padding (`operators`).
         os.environ["VLLM_MOE_SKIP_PADDING"] = "1"
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        exchange(self.model.layers, read_pruning(vllm_config.model_config.hf_config))  # type: ignore[attr-defined]
+        pruning = read_pruning(vllm_config.model_config.hf_config)
+        exchange(self.model.layers, pruning)  # type: ignore[attr-defined]
+        quantise_linears(self, pruning.weights)  # type: ignore[arg-type]
         self.tally = Tally(self)  # type: ignore[arg-type]
 
 

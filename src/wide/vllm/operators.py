@@ -22,6 +22,12 @@ from wide.kernels.route import RouteWeights, route
 _TUNING_SECONDS = 90.0
 
 
+@operator(lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])))
+def dense_linear(x: Tensor, linear: LinearWeights) -> Tensor:
+    """Return the product [..., N] of rows [..., K] with int8 weights, read as the number of rows asks for."""
+    return linear.dense(x.flatten(0, -2)).view(*x.shape[:-1], linear.outputs)
+
+
 @operator(lambda x: torch.empty_like(x))
 def routed_feed_forward(
     x: Tensor,
@@ -29,9 +35,12 @@ def routed_feed_forward(
     counts: Tensor,
     gate_up: Tensor,
     gate_up_bias: Tensor | None,
+    gate_up_scale: Tensor | None,
     last: Tensor,
     last_bias: Tensor | None,
+    last_scale: Tensor | None,
     executed: float,
+    weights: str,
 ) -> Tensor:
     """Return the output [M, D] of an FFN over rows [M, D]: routing, gate and up with SwiGLU, and down.
 
@@ -40,13 +49,17 @@ def routed_feed_forward(
         router: Of the groups of this rank.
         counts: Of `route`.
         gate_up: Gate and below it up, [2 F, D].
+        gate_up_scale: Of int8 weights, float32 [2 F].
         last: Weight of down, [D, F].
         executed: Expected share of (token, group) pairs that execute.
+        weights: Format of the weights, one of `WEIGHTS`.
     """
-    table = table_of(x.device, x.dtype, ffn_sizes(x.shape[1], last.shape[1], router.difference.shape[0]), executed)
-    mask = _decide(x, router, counts, table)
-    gated = GatedWeights.of_rows(LinearWeights(gate_up, gate_up_bias), last.shape[1], "silu")
-    return feed_forward(gated, LinearWeights(last, last_bias), x, mask, table)
+    sizes = ffn_sizes(x.shape[1], last.shape[1], router.difference.shape[0], weights)
+    table = table_of(x.device, x.dtype, sizes, executed)
+    mask, int8_rows = _decide(x, router, counts, table), weights == "w8a8"
+    gate_and_up = LinearWeights(gate_up, gate_up_bias, gate_up_scale, int8_rows)
+    gated = GatedWeights.of_rows(gate_and_up, last.shape[1], "silu")
+    return feed_forward(gated, LinearWeights(last, last_bias, last_scale, int8_rows), x, mask, table)
 
 
 @operator(
@@ -61,10 +74,12 @@ def routed_queries(
     counts: Tensor,
     qkv: Tensor,
     qkv_bias: Tensor | None,
+    qkv_scale: Tensor | None,
     groups: int,
     kv_heads: int,
     head_dim: int,
     executed: float,
+    weights: str,
 ) -> tuple[Tensor, Tensor]:
     """Return which groups rows [M, D] execute, and their queries, keys and values [M, (H_q + 2 H_k) d].
 
@@ -76,10 +91,10 @@ def routed_queries(
         groups: Groups of queries, N_G.
         kv_heads: H_k.
     """
-    sizes = attention_sizes(x.shape[1], qkv.shape[0] - 2 * kv_heads * head_dim, groups, kv_heads, head_dim)
+    sizes = attention_sizes(x.shape[1], qkv.shape[0] - 2 * kv_heads * head_dim, groups, kv_heads, head_dim, weights)
     table = table_of(x.device, x.dtype, sizes, executed)
     mask = _decide(x, router, counts, table)
-    linear, choice = LinearWeights(qkv, qkv_bias), table.choice("query", x.shape[0])
+    linear, choice = LinearWeights(qkv, qkv_bias, qkv_scale), table.choice("query", x.shape[0])
     if choice.backend == "dense" or mask.shape[1] == groups:
         return mask, linear.dense(x)
     return mask, linear.output_groups(x, mask, choice, sorts=table.backend)[0]
@@ -87,13 +102,22 @@ def routed_queries(
 
 @operator(lambda heads, weight: heads.new_empty((heads.shape[0], weight.shape[0])))
 def routed_output(
-    heads: Tensor, mask: Tensor, weight: Tensor, bias: Tensor | None, kv_heads: int, head_dim: int, executed: float
+    heads: Tensor,
+    mask: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    kv_heads: int,
+    head_dim: int,
+    executed: float,
+    weights: str,
 ) -> Tensor:
     """Return the output product [M, D] of heads [M, H_q d], which are zeros where the mask, bool [M, N_G], is false."""
-    sizes = attention_sizes(weight.shape[0], heads.shape[1], mask.shape[1], kv_heads, head_dim)
+    sizes = attention_sizes(weight.shape[0], heads.shape[1], mask.shape[1], kv_heads, head_dim, weights)
     table = table_of(heads.device, heads.dtype, sizes, executed)
     choice = table.choice("output", heads.shape[0])
-    return LinearWeights(weight, bias).input_groups(heads, mask, choice, sorts=table.backend)
+    linear = LinearWeights(weight, bias, scale, int8_rows=weights == "w8a8")
+    return linear.input_groups(heads, mask, choice, sorts=table.backend)
 
 
 def _decide(x: Tensor, router: RouteWeights, counts: Tensor, table: OperatorTable) -> Tensor:
@@ -103,7 +127,7 @@ def _decide(x: Tensor, router: RouteWeights, counts: Tensor, table: OperatorTabl
     return route(x, router, padding=padding, counts=counts, backend=table.backend)
 
 
-def ffn_sizes(hidden_size: int, width: int, groups: int) -> LayerSizes:
+def ffn_sizes(hidden_size: int, width: int, groups: int, weights: str) -> LayerSizes:
     """Return what measurements of an FFN depend on; the attention's sizes are none of any layer."""
     return LayerSizes(
         hidden_size=hidden_size,
@@ -114,10 +138,13 @@ def ffn_sizes(hidden_size: int, width: int, groups: int) -> LayerSizes:
         ffn_width=width,
         ffn_groups=groups,
         is_gated=True,
+        weights=weights,
     )
 
 
-def attention_sizes(hidden_size: int, query_width: int, groups: int, kv_heads: int, head_dim: int) -> LayerSizes:
+def attention_sizes(
+    hidden_size: int, query_width: int, groups: int, kv_heads: int, head_dim: int, weights: str
+) -> LayerSizes:
     """Return what measurements of an attention depend on; the FFN's sizes are none of any layer."""
     return LayerSizes(
         hidden_size=hidden_size,
@@ -128,13 +155,15 @@ def attention_sizes(hidden_size: int, query_width: int, groups: int, kv_heads: i
         ffn_width=1,
         ffn_groups=1,
         is_gated=False,
+        weights=weights,
     )
 
 
 @functools.cache
 def table_of(device: torch.device, dtype: torch.dtype, sizes: LayerSizes, executed: float) -> OperatorTable:
     """Return which operator runs at which number of rows, by measurements."""
-    return measured_table(sizes, device=device, dtype=dtype, executed=(executed, executed))
+    table = measured_table(sizes, device=device, dtype=dtype, executed=(executed, executed))
+    return table.for_int8_rows() if sizes.weights == "w8a8" else table
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def exchange(layers: Iterable[nn.Module], pruning: Pruning) -> None:
             routed = getattr(plan, half)
             threshold = pruning.thresholds.get((index, half), -math.inf)
             if isinstance(routed, Routed):
-                setattr(known, name, kind(getattr(known, name), routed, threshold, pruning.executed))
+                setattr(known, name, kind(getattr(known, name), routed, threshold, pruning))
 
 
 class _AfterLoading(QuantizeMethodBase):
@@ -121,6 +121,11 @@ class Router(nn.Module):
         return torch.ops.wide.route(x, *self.weights, counts=self.counts, backend=backend)  # type: ignore[no-any-return]
 
 
+def scale_of(linear: nn.Module) -> Tensor | None:
+    """Return the scales of int8 weights, float32 [N], or None."""
+    return getattr(linear, "weight_scale", None)
+
+
 def cleared(values: Tensor, mask: Tensor) -> Tensor:
     """Return values [M, C] with zeros in skipped groups, in plain torch: the compiler fuses it."""
     grouped = values.unflatten(1, (mask.shape[1], values.shape[1] // mask.shape[1]))
@@ -130,25 +135,25 @@ def cleared(values: Tensor, mask: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """vLLM's gated FFN under a router: one operator over all rows on a GPU, masked on a CPU."""
 
-    def __init__(self, dense: Any, routed: Routed, threshold: float, executed: float) -> None:
+    def __init__(self, dense: Any, routed: Routed, threshold: float, pruning: Pruning) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.act_fn = dense.gate_up_proj, dense.down_proj, dense.act_fn
         self.wide_router = Router(self.gate_up_proj.input_size, routed, threshold)
-        self.executed, self.decides = executed, self.wide_router.decides
+        self.how, self.decides = (pruning.executed, pruning.weights), self.wide_router.decides
         # A CPU may have packed the weights into another form.
         weight = self.gate_up_proj.weight
         self.skips = weight.is_cuda and triton_obstacle(weight.device) is None
         if self.skips and self.decides:
-            sizes = ffn_sizes(weight.shape[1], weight.shape[0] // 2, self.wide_router.num_groups)
-            self.wide_router.measured = TunedLayer(sizes=sizes, attention=False, ffn=True), executed
+            sizes = ffn_sizes(weight.shape[1], weight.shape[0] // 2, self.wide_router.num_groups, pruning.weights)
+            self.wide_router.measured = TunedLayer(sizes=sizes, attention=False, ffn=True), pruning.executed
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [M, D] of normed rows [M, D], of all ranks together."""
         if self.skips and self.decides:
             first, last = self.gate_up_proj, self.down_proj
             bias = None if last.tp_rank > 0 else last.bias
-            parts = (self.wide_router.counts, first.weight, first.bias, last.weight, bias, self.executed)
-            out = torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, *parts)
+            parts = (first.weight, first.bias, scale_of(first), last.weight, bias, scale_of(last), *self.how)
+            out = torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, self.wide_router.counts, *parts)
             return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out
         inner = self.act_fn(self.gate_up_proj(x)[0])
         if self.decides:
@@ -166,7 +171,7 @@ class Attention(nn.Module):
     q_norm: Any
     k_norm: Any
 
-    def __init__(self, dense: Any, routed: Routed, threshold: float, executed: float) -> None:
+    def __init__(self, dense: Any, routed: Routed, threshold: float, pruning: Pruning) -> None:
         super().__init__()
         if getattr(dense, "do_llama_4_scaling", False) or getattr(dense, "dual_chunk_attention_config", None):
             raise UnsupportedModelError(
@@ -178,7 +183,7 @@ class Attention(nn.Module):
         norms = (getattr(dense, name, None) for name in ("q_norm", "k_norm"))
         self.q_norm, self.k_norm = norms
         self.widths, self.head_dim = (dense.q_size, dense.kv_size, dense.kv_size), dense.head_dim
-        self.executed, self.decides = executed, threshold != -math.inf
+        self.how, self.decides = (pruning.executed, pruning.weights), threshold != -math.inf
         groups = routed.grouping.num_groups // get_tensor_model_parallel_world_size()
         size, further = dense.q_size // groups, 2 * dense.kv_size
         extra = further // size if further % size == 0 else 0
@@ -186,21 +191,23 @@ class Attention(nn.Module):
         if self.decides and weight.is_cuda and triton_obstacle(weight.device) is None:
             from wide.vllm.pages import attend, skips_in
 
-            sizes = attention_sizes(weight.shape[1], dense.q_size, groups, dense.num_kv_heads, self.head_dim)
-            table = functools.partial(table_of, weight.device, weight.dtype, sizes, executed)
+            shape = groups, dense.num_kv_heads, self.head_dim
+            sizes = attention_sizes(weight.shape[1], dense.q_size, *shape, pruning.weights)
+            table = functools.partial(table_of, weight.device, weight.dtype, sizes, pruning.executed)
             self.skips, self.attend = skips_in(self.attn, table), attend
         self.wide_router = Router(self.qkv_proj.input_size, routed, threshold, extra if self.skips else 0)
         self.shape = (groups, dense.num_kv_heads, self.head_dim)
         if self.skips:
-            self.wide_router.measured = TunedLayer(sizes=sizes, attention=True, ffn=False), executed
+            self.wide_router.measured = TunedLayer(sizes=sizes, attention=True, ffn=False), pruning.executed
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Return the output [M, D] of normed rows [M, D] at positions [M]."""
         first, last = self.qkv_proj, self.o_proj
         mask: Tensor | None = None
         if self.skips:
-            parts = (self.wide_router.counts, first.weight, first.bias, *self.shape, self.executed)
-            mask, qkv = torch.ops.wide.routed_queries(hidden_states, *self.wide_router.weights, *parts)
+            router, linear = self.wide_router, (first.weight, first.bias, scale_of(first))
+            parts = (*router.weights, router.counts, *linear, *self.shape, *self.how)
+            mask, qkv = torch.ops.wide.routed_queries(hidden_states, *parts)
             mask = mask[:, : self.shape[0]]
         else:
             qkv = first(hidden_states)[0]
@@ -216,5 +223,6 @@ class Attention(nn.Module):
             return last(cleared(heads, self.wide_router(hidden_states)) if self.decides else heads)[0]
         heads = self.attend(self.attn, q, k, v, mask)
         bias = None if last.tp_rank > 0 else last.bias
-        out = torch.ops.wide.routed_output(heads, mask, last.weight, bias, *self.shape[1:], self.executed)
+        linear = (last.weight, bias, scale_of(last))
+        out = torch.ops.wide.routed_output(heads, mask, *linear, *self.shape[1:], *self.how)
         return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out

@@ -1,0 +1,77 @@
+"""Int8 weights of vLLM's linear layers: made once, when weights have been read, and multiplied as the engine does."""
+
+import logging
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
+
+from wide.errors import UnsupportedModelError
+from wide.inference.operators.products import LinearWeights
+from wide.kernels.linear_int8 import quantise_int8
+from wide.vllm.operators import dense_linear
+
+_LOGGER = logging.getLogger("vllm.wide")
+_QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+
+
+def quantise_linears(model: nn.Module, form: str) -> None:
+    """Have the linear layers of a model keep int8 weights as soon as they have been read, or drawn.
+
+    Args:
+        form: One of `WEIGHTS`; 'model' changes nothing.
+    """
+    if form == "model":
+        return
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    saved = _Saved(len(layers), form)
+    for name, layer in layers.items():
+        reads_heads = isinstance(layer, QKVParallelLinear) or name.endswith(_QUERIES_KEYS_VALUES)
+        layer.quant_method = _Int8(name, saved, int8_rows=form == "w8a8" and not reads_heads)
+
+
+class _Saved:
+    """Bytes that a model saves, logged after its last layer."""
+
+    def __init__(self, layers: int, form: str) -> None:
+        self.layers, self.form, self.left, self.before, self.after = layers, form, layers, 0, 0
+
+    def add(self, before: int, after: int) -> None:
+        self.left, self.before, self.after = self.left - 1, self.before + before, self.after + after
+        if self.left == 0:
+            old, new = (f"{each / 2**30:.2f} GiB" for each in (self.before, self.after))
+            _LOGGER.info("wide keeps %d linear layers in %s: %s instead of %s", self.layers, self.form, new, old)
+
+
+class _Int8(LinearMethodBase):
+    """What vLLM asks to prepare a layer and to multiply by it.
+
+    Args:
+        int8_rows: Whether rows are quantised where they are many.
+    """
+
+    def __init__(self, name: str, saved: _Saved, *, int8_rows: bool) -> None:
+        self.name, self.saved, self.int8_rows = name, saved, int8_rows
+
+    def create_weights(self, *_args: Any, **_options: Any) -> None:
+        """Create nothing: the layer has made its weight, in the model's dtype."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Put int8 values in the place of the weight, with a scale for each output channel of this rank.
+
+        Raises:
+            UnsupportedModelError: If the weight holds NaN or infinity.
+        """
+        weight: Any = layer.weight
+        values, scale = quantise_int8(weight)
+        if not bool(scale.isfinite().all()):
+            raise UnsupportedModelError(
+                f"{self.name}: weights hold NaN or infinity, which int8 cannot; leave wide_weights out"
+            )
+        layer.weight = nn.Parameter(values, requires_grad=False)
+        layer.register_buffer("weight_scale", scale, persistent=False)
+        self.saved.add(weight.nbytes, values.nbytes + scale.nbytes)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the product [..., N] of rows [..., K]."""
+        return dense_linear(x, LinearWeights(layer.weight, bias, layer.weight_scale, self.int8_rows))  # type: ignore[arg-type]
