@@ -15,7 +15,7 @@ from wide.kernels.route.reference import margins
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.forward_context import override_forward_context
 
-from wide.vllm import operators
+from wide.vllm import operators, pages
 from wide.vllm.pages import _Implementation, split_step
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 48
@@ -167,6 +167,36 @@ def test_attention_of_a_step_is_that_of_its_requests(layer, queries, cached, win
             attention(own_q, *keys.split(DIM, -1), own_mask, window=window) if len(keys) else torch.zeros_like(found)
         )
         torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("queries", "cached"), [([600], [0]), ([1, 1, 300], [9, 4, 32]), ([1, 1], [5, 7])])
+def test_no_layer_of_a_step_reads_from_the_device(layer, queries, cached, monkeypatch):
+    known = metadata([new + old for new, old in zip(queries, cached, strict=True)], queries, torch.zeros(3, 40).int())
+    layer.sliding_window, rows = (-1, -1), sum(queries)
+    for name in ("attention_decode", "attention_prefill"):
+        monkeypatch.setattr(pages, name, lambda q, *_, **__: torch.zeros_like(q))
+    monkeypatch.setattr(pages, "reorder_sequences", lambda *_, **__: None)
+
+    def refuse(*_):
+        raise AssertionError("a value was read on the host")
+
+    for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    kv = torch.empty(9, 16, KV_HEADS, 2 * DIM).transpose(1, 2)
+    q, k = torch.empty(rows, HEADS, DIM), torch.empty(rows, KV_HEADS, DIM)
+    for _ in range(2):
+        layer.forward(None, q, k, k, kv, known, torch.empty_like(q), torch.empty(rows, 2, dtype=torch.bool))
+        # What layers share is worked out once.
+        monkeypatch.setattr(_Implementation, "_plan", refuse)
+
+
+def test_layers_with_other_windows_do_not_share_a_step(layer):
+    known = metadata([300, 300], [300, 300], torch.zeros(2, 20).int())
+    found = []
+    for window in (-1, 40):
+        layer.sliding_window = (window, -1 if window < 0 else 0)
+        found.append(layer._step(torch.empty(9, KV_HEADS, 16, 2 * DIM), torch.empty(600, 2), known).prompts["runs"])
+    assert not torch.equal(*found)
 
 
 def test_steps_are_split_where_prompts_begin():

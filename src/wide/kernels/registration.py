@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -13,6 +14,8 @@ Implementation = Callable[..., Any]
 FunctionT = TypeVar("FunctionT", bound=Implementation)
 
 _LIBRARY = torch.library.Library("wide", "FRAGMENT")
+# Of a thread: whether it runs an operator, whose tensors have been checked.
+_running = threading.local()
 
 
 def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Callable[[FunctionT], FunctionT]:
@@ -54,6 +57,9 @@ def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Calla
 
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
+            if getattr(_running, "operator", False):
+                # Inside another operator nothing is traced, and the way through torch takes longer than a launch.
+                return function(*arguments, **options)
             if kind is None:
                 return overload(*arguments, **options)
             if len(arguments) > place:
@@ -131,10 +137,14 @@ def on_device_of_tensors(name: str, function: Implementation) -> Implementation:
             raise ShapeError(
                 f"{name} wants all tensors on one device, got {sorted(map(str, devices))}; move them with .to(device)"
             )
-        device = next(iter(devices))
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return function(*arguments, **options)
-        with torch.cuda.device(device):
-            return function(*arguments, **options)
+        device, outer = next(iter(devices)), getattr(_running, "operator", False)
+        _running.operator = True
+        try:
+            if device.type != "cuda" or device.index == torch.cuda.current_device():
+                return function(*arguments, **options)
+            with torch.cuda.device(device):
+                return function(*arguments, **options)
+        finally:
+            _running.operator = outer
 
     return guarded

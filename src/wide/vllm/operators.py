@@ -5,6 +5,8 @@ by the number of rows has to be made inside an operator, from tensors alone: the
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +129,7 @@ def _decide(x: Tensor, router: RouteWeights, counts: Tensor, table: OperatorTabl
     return route(x, router, padding=padding, counts=counts, backend=table.backend)
 
 
+@functools.cache
 def ffn_sizes(hidden_size: int, width: int, groups: int, weights: str) -> LayerSizes:
     """Return what measurements of an FFN depend on; the attention's sizes are none of any layer."""
     return LayerSizes(
@@ -142,6 +145,7 @@ def ffn_sizes(hidden_size: int, width: int, groups: int, weights: str) -> LayerS
     )
 
 
+@functools.cache
 def attention_sizes(
     hidden_size: int, query_width: int, groups: int, kv_heads: int, head_dim: int, weights: str
 ) -> LayerSizes:
@@ -164,6 +168,12 @@ def table_of(device: torch.device, dtype: torch.dtype, sizes: LayerSizes, execut
     """Return which operator runs at which number of rows, by measurements."""
     table = measured_table(sizes, device=device, dtype=dtype, executed=(executed, executed))
     return table.for_int8_rows() if sizes.weights == "w8a8" else table
+
+
+@functools.cache
+def table_later(*which: Any) -> Callable[[], OperatorTable]:
+    """Return what gives `table_of` when it is called: measurements may come after a layer is made."""
+    return functools.cache(functools.partial(table_of, *which))
 
 
 @functools.cache

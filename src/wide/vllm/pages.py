@@ -5,7 +5,7 @@ FlashAttention, and stays it wherever nothing is won; there, skipped heads are s
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def skips_in(attention: Any, table: Callable[[], OperatorTable]) -> bool:
     """Let an attention layer of vLLM skip, if it runs FlashAttention; return whether it does.
 
     Args:
-        table: Gives what runs when it is first needed: measurements may come after the layer is made.
+        table: Of `table_later`, one for all layers of a kind.
     """
     implementation = attention.impl
     if type(implementation) is not FlashAttentionImpl:
@@ -127,22 +127,56 @@ class _Implementation(FlashAttentionImpl):
         mask = output_scale
         if attn_metadata is None or mask is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
+        step = self._step(kv_cache, mask, attn_metadata)
         rows, ahead = attn_metadata.num_actual_tokens, attn_metadata.ahead
-        q, mask = query[:rows], mask[:rows]
-        if ahead is None or not self._skips(kv_cache, mask, attn_metadata):
+        if step is None:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output)
-            clear_skipped(output[:rows].flatten(1), mask, backend="triton")
+            clear_skipped(output[:rows].flatten(1), mask[:rows], backend="triton")
             return output
         if ahead > 0:
-            output[:ahead].copy_(self._steps(q[:ahead], kv_cache, mask[:ahead], attn_metadata))
+            keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            found = attention_decode(query[:ahead], keys, values, mask=mask[:ahead], backend="triton", **step.tokens)
+            output[:ahead].copy_(found)
         if ahead < rows:
-            fresh = key[ahead:rows], value[ahead:rows]
-            output[ahead:rows].copy_(self._prompts(q[ahead:], *fresh, kv_cache, mask[ahead:], attn_metadata))
+            q, k, v, mask, out = (part[ahead:rows] for part in (query, key, value, mask, output))
+            if step.places is not None:
+                found = kv_cache.transpose(1, 2).flatten(0, 1).index_select(0, step.places)
+                k, v = found.split(self.head_size, dim=-1)
+            order = reorder_sequences(mask[None], backend="triton")
+            out.copy_(attention_prefill(q[None], k[None], v[None], order, **step.prompts)[0])
         return output
 
-    def _skips(self, kv_cache: Tensor, mask: Tensor, metadata: Any) -> bool:
+    def _step(self, kv_cache: Tensor, mask: Tensor, metadata: Any) -> "_Step | None":
+        """Return what layers of one kind share in a step, None where nothing skips; the first of them works it out."""
+        # Not sooner: vLLM copies metadata for other block tables.
+        if metadata.shared is None:
+            metadata.shared = {}
+        kind = self.sliding_window, self.table
+        if kind not in metadata.shared:
+            metadata.shared[kind] = self._plan(kv_cache, mask.shape[1], metadata)
+        return metadata.shared[kind]  # type: ignore[no-any-return]
+
+    def _plan(self, kv_cache: Tensor, groups: int, metadata: Any) -> "_Step | None":
+        rows, ahead, table, count = metadata.num_actual_tokens, metadata.ahead, self.table(), metadata.keys
+        before = self.sliding_window[0]
+        if ahead is None or not self._skips(kv_cache, groups, metadata):
+            return None
+        known = {"lengths": metadata.seq_lens[:ahead], "pages": metadata.block_table[:ahead], "scale": self.scale}
+        tokens = known | {"window": before + 1 if before >= 0 else None}
+        choice, places = table.choice("attention", metadata.max_query_len), None
+        prompts: dict[str, Any] = {"scale": self.scale, "zero_skipped": True}
+        prompts |= {"backend": choice.backend, "tile": choice.tile}
+        windowed = 0 <= before < metadata.max_seq_len - 1
+        if ahead < rows and (metadata.query_start_loc.shape[0] - 1 - ahead > 1 or windowed or count):
+            starts = metadata.query_start_loc[ahead:] - ahead
+            lengths = metadata.seq_lens[ahead:] if count else starts.diff()
+            prompts["runs"] = _visible(starts, lengths, rows - ahead, before if windowed else None)
+            places = _places(lengths, metadata.block_table[ahead:], count, kv_cache) if count else None
+        return _Step(tokens, prompts, places)
+
+    def _skips(self, kv_cache: Tensor, groups: int, metadata: Any) -> bool:
         """Return whether the kernels take a step, and win by it."""
-        rows, ahead = len(mask), metadata.ahead
+        rows, ahead = metadata.num_actual_tokens, metadata.ahead
         if ahead < rows and self.table().how("attention", metadata.max_query_len) == "dense":
             return False
         if ahead == 0 and not metadata.keys:
@@ -151,44 +185,22 @@ class _Implementation(FlashAttentionImpl):
         _, heads, size, width = kv_cache.shape
         whole = kv_cache.stride(0) == heads * size * width and kv_cache.stride(2) == heads * width
         gathers = metadata.keys * heads * width * kv_cache.element_size() <= _MOST_GATHERED
-        steps = ahead == 0 or (self.table().cache and ahead * max(heads, mask.shape[1]) <= _MAX_PAIRS)
+        steps = ahead == 0 or (self.table().cache and ahead * max(heads, groups) <= _MAX_PAIRS)
         return whole and gathers and steps
 
-    def _steps(self, q: Tensor, kv_cache: Tensor, mask: Tensor, metadata: Any) -> Tensor:
-        """Return the heads [M, H_q, d] of single tokens, whose keys are read from the pages."""
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        lengths, pages = metadata.seq_lens[: len(q)], metadata.block_table[: len(q)]
-        window = self.sliding_window[0] + 1 if self.sliding_window[0] >= 0 else None
-        options: dict[str, Any] = {"pages": pages, "window": window, "scale": self.scale, "backend": "triton"}
-        return attention_decode(q, keys, values, lengths, mask, **options)
 
-    def _prompts(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, mask: Tensor, metadata: Any) -> Tensor:
-        """Return the heads [M, H_q, d] of prompts one behind the other.
+class _Step(NamedTuple):
+    """What layers of one kind share in a step.
 
-        Args:
-            k: Keys of the same rows, which are read unless some keys are cached.
-        """
-        choice, ahead = self.table().choice("attention", metadata.max_query_len), metadata.ahead
-        requests, count = metadata.query_start_loc.shape[0] - 1 - ahead, metadata.keys
-        options: dict[str, Any] = {}
-        windowed = 0 <= self.sliding_window[0] < metadata.max_seq_len - 1
-        if requests > 1 or windowed or count:
-            if metadata.shared is None:
-                starts = metadata.query_start_loc[ahead:] - ahead
-                lengths = metadata.seq_lens[ahead:] if count else starts.diff()
-                before = self.sliding_window[0] if windowed else None
-                table = metadata.block_table[ahead:]
-                metadata.shared = (
-                    _visible(starts, lengths, len(q), before),
-                    _places(lengths, table, count, kv_cache) if count else None,
-                )
-            options["runs"], places = metadata.shared
-            if places is not None:
-                found = kv_cache.transpose(1, 2).flatten(0, 1).index_select(0, places)
-                k, v = found.split(self.head_size, dim=-1)
-        order = reorder_sequences(mask[None], backend="triton")
-        options |= {"scale": self.scale, "zero_skipped": True, "backend": choice.backend, "tile": choice.tile}
-        return attention_prefill(q[None], k[None], v[None], order, **options)[0]
+    Args:
+        tokens: Of `attention_decode`, for the single tokens that come first.
+        prompts: Of `attention_prefill`, for prompts one behind the other.
+        places: Where in the pages the keys of the prompts lie, int64; None = all of them are new.
+    """
+
+    tokens: dict[str, Any]
+    prompts: dict[str, Any]
+    places: Tensor | None
 
 
 def _visible(starts: Tensor, lengths: Tensor, rows: int, before: int | None) -> Tensor:

@@ -1,6 +1,5 @@
 """Modules that take the place of vLLM's FFN and attention: the same linear layers, and a router."""
 
-import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +19,7 @@ from wide.kernels.device import triton_obstacle
 from wide.kernels.route import RouteWeights, split_weights
 from wide.plan import Routed
 from wide.vllm.limits import Pruning
-from wide.vllm.operators import attention_sizes, ffn_sizes, measure_once, table_of
+from wide.vllm.operators import attention_sizes, ffn_sizes, measure_once, table_later
 
 
 def exchange(layers: Iterable[nn.Module], pruning: Pruning) -> None:
@@ -193,7 +192,7 @@ class Attention(nn.Module):
 
             shape = groups, dense.num_kv_heads, self.head_dim
             sizes = attention_sizes(weight.shape[1], dense.q_size, *shape, pruning.weights)
-            table = functools.partial(table_of, weight.device, weight.dtype, sizes, pruning.executed)
+            table = table_later(weight.device, weight.dtype, sizes, pruning.executed)
             self.skips, self.attend = skips_in(self.attn, table), attend
         self.wide_router = Router(self.qkv_proj.input_size, routed, threshold, extra if self.skips else 0)
         self.shape = (groups, dense.num_kv_heads, self.head_dim)
