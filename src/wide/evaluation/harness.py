@@ -73,11 +73,7 @@ class TaskResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessResult:
-    """Scores of several tasks.
-
-    Args:
-        max_length: Tokens that the model saw at most at once.
-    """
+    """Scores of several tasks; the model saw at most `max_length` tokens at once."""
 
     tasks: tuple[TaskResult, ...]
     max_length: int

@@ -21,11 +21,9 @@ _PAD_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input of the model and the continuations that it scores.
+    """One input of the model, without its last token, which predicts nothing.
 
-    Args:
-        tokens: Without the last token, which predicts nothing.
-        continuations: (request, its continuation's ids), each predicted by the row's last positions.
+    The `continuations`, (request, ids), are each predicted by the row's last positions.
     """
 
     tokens: tuple[int, ...]
@@ -40,7 +38,7 @@ def log_likelihoods(
     batch_size: int,
     after_forward: Callable[[Tensor], None] | None = None,
 ) -> list[tuple[float, bool]]:
-    """Return the log-likelihood of each continuation, and whether greedy decoding yields it.
+    """Return the log-likelihood of each continuation, in nats, and whether greedy decoding yields it.
 
     Requests that differ in the last token only (the options of many tasks) are one row. The log-softmax is taken in
     float32 and summed in float64 whatever the model's dtype. Raises EvaluationError if logits are not numbers.
@@ -50,9 +48,6 @@ def log_likelihoods(
         max_length: Tokens that the model sees at most; longer inputs lose their beginning.
         batch_size: Rows per forward; short rows are more, up to 256 tokens for each of `batch_size`.
         after_forward: Called with bool `[B, T]`, True for tokens that are no padding, after each forward.
-
-    Returns:
-        (nats, whether every token is the most likely one), in the order of the requests.
     """
     device = model_device(model)
     found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)

@@ -152,14 +152,10 @@ def _windows(ids: Tensor, begins: list[int], window: int, stride: int, batch_siz
 
 
 def window_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and the number of scored tokens of each row.
+    """Return the summed loss of each row in nats, float64 `[B]`, and its scored tokens, int64 `[B]`.
 
-    Args:
-        logits: `[B, T, V]`, any dtype; turned to float32 a chunk at a time.
-        labels: `[B, T]`, not shifted, `IGNORED` where nothing is scored.
-
-    Returns:
-        Sums in nats, float64 `[B]`, and counts, int64 `[B]`.
+    `logits` `[B, T, V]` are turned to float32 a chunk at a time; `labels` `[B, T]` are not shifted, `IGNORED` where
+    nothing is scored.
     """
     targets = labels[:, 1:]
     sums = torch.zeros(len(labels), dtype=torch.float64, device=logits.device)

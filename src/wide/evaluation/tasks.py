@@ -108,11 +108,7 @@ def write_local_task(task: Task, local_data: Path, stock_tasks: Path, folder: Pa
     """Write a task definition that reads a local copy of the data, and return its name for the harness.
 
     Prompts and metrics stay the harness's own. Raises EvaluationError if there is no such file, or its rows lack a
-    field.
-
-    Args:
-        local_data: Folder that holds the copy, itself or in a folder directly below.
-        folder: Where the definition, the converted rows and the harness's cache of them go.
+    field. The copy lies in `local_data` or in a folder directly below; what is written goes to `folder`.
     """
     rows = _local_rows(task, _local_file(task, local_data))
     data = folder / f"{task.name}.jsonl"

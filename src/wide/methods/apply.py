@@ -64,7 +64,6 @@ def apply(
         settings: Of the method; None means the original's.
         stage: Steps, sizes and rates for methods that train routers; None means the paper's.
         objective: Loss of methods that train routers; the target comes from `target`.
-        resume: Continue from the newest checkpoint in `output`.
         seed: Of everything random; the one in `settings` or `stage` does not count.
 
     Raises:

@@ -34,14 +34,11 @@ class LayerCost:
             routers, and whatever else lies in the layer.
         removed: Pruned for every token, of Q, O and FFN; a stream's shortcut matrices are taken off, so that it may be
             negative.
-        removed_kv: Pruned for every token, of K and V.
-        key_value: K and V of the dense layer.
         attention_removed: Share of the attention that is pruned for every token, in units of its plan (heads,
             dimensions of the stream), in [0, 1]; None where nothing is. `ffn_removed` is the same of the FFN.
         parameters: Of the dense layer, as `kv_heads` are.
         parameters_removed: Parameters that go; negative where a stream's shortcut matrices outweigh what is cut. Norms
             go with their sublayer, those before one also into a stream's matrices.
-        kv_heads_kept: KV heads whose keys and values are still kept.
         evicts: Whether nothing is kept of the keys and values of a token that skips the attention.
     """
 

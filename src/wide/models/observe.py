@@ -99,16 +99,11 @@ def capture_routing(model: nn.Module) -> Iterator[list[LayerRouting]]:
 
 @contextmanager
 def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
-    """Replay masks instead of the routers' own decisions.
+    """Replay masks instead of the routers' own decisions: one entry per layer, as `capture_routing` gives.
 
-    Args:
-        masks: One entry per layer, as `capture_routing` gives; None inside an entry leaves that sublayer to its router.
-            An FFN that follows the attention goes by the attention's mask.
-            Masks `[B, T, N_G]` longer than a forward are used up in order by successive forwards, as in cached
-            decoding.
-
-    Raises:
-        ShapeError: If the number of layers, or in a forward a mask's shape, does not fit.
+    None inside an entry leaves that sublayer to its router. An FFN that follows the attention goes by the attention's
+    mask. Masks `[B, T, N_G]` longer than a forward are used up in order by successive forwards, as in cached decoding.
+    Raises ShapeError if the number of layers, or in a forward a mask's shape, does not fit.
     """
     state = attachment(model)
     if len(masks) != len(state.specs):

@@ -35,8 +35,6 @@ class Measured:
     Losses are in nats per target token; those of a micro-batch are its contributions to the step.
 
     Args:
-        loss: The objective.
-        lm_loss: Cross-entropy.
         distillation: KL(dense || pruned).
         sparsity: Skip rate in the measure of the target ('uniform' reports the mean).
         attention: Mean over layers of the attention skip rates; `ffn` that of the FFN's.

@@ -60,10 +60,8 @@ def attach_started(
     start.
 
     Args:
-        plan: That `config` makes for the model.
         config: What is attached; a plan given as such begins as the paper does.
-        folder: Where the run writes; None writes nothing.
-        resume: Whether it continues from a checkpoint in `folder`, if there is one.
+        folder: Where the run writes, and a resumed one finds its checkpoint; None writes nothing.
 
     Raises:
         TrainingError: If a run is to be continued and its permutations, or the facts of its start, cannot be read.

@@ -326,7 +326,6 @@ def _router(module: nn.Module, dtype: torch.dtype, width: int, further: int) -> 
     group_size = width // router.num_groups
     extra = further // group_size if further % group_size == 0 else 0
     # Other forms than the bottleneck have been refused with the model.
-    assert router.down is not None
     weights = split_weights(router.down, router.up, router.bias, dtype=dtype)
     difference = weights.difference
     bias = difference.new_zeros(router.num_groups) if weights.offset is None else weights.offset
