@@ -46,9 +46,9 @@ def compare(
 ) -> ComparisonResult:
     """Run a grid of methods, sparsities and seeds on one model and one text, and return its table.
 
-    What `wide compare` does: every cell is pruned, given LoRA if `recover` says so, and scored on held-out text and
-    tasks; the dense model, with the same LoRA, stands beside them. Cells are kept in `output` one by one, with records,
-    tables and a page, and each of the two continues what the other began.
+    It does what `wide compare` does: every cell is pruned, gets LoRA if `recover` is given, and is scored on held-out
+    text and tasks; so is the dense model with the same LoRA. `output` gets each cell, with records, tables and a page.
+    The command can continue what this function began, and the other way round.
 
     Args:
         model: Hub name or local folder of a Hugging Face causal LM.

@@ -49,13 +49,13 @@ def optimize(
     `generate_batch` and evaluation keep working. Separate projections that read one input move into one buffer that
     they view; `deoptimize` gives each its own memory again. Training needs the masked form: call `deoptimize` first.
 
-    The engine takes causal masks with left padding and sliding windows, greedy search and sampling. Whatever else is
-    wanted of the model (beam search, assisted decoding, attention weights, hooks on modules, a cache of the caller's
-    own, masks with holes, packed sequences, replayed routing) runs masked, with one warning that names the reason; it
-    skips nothing. So do, without a warning, a model compiled by torch.compile and calls of inner modules such as
-    `model.model(...)`. `capture_routing` gives masks without margins. A mask that is given to a step of decoding and
-    hides keys which it showed before gives NaN. Router weights that are written through `.data` while the model is
-    optimised are not seen.
+    The engine takes causal masks with left padding and sliding windows, greedy search and sampling. Everything else
+    (beam search, assisted decoding, attention weights, hooks on modules, a cache of the caller's own, masks with
+    holes, packed sequences, replayed routing) runs masked and skips nothing, with one warning that names the reason.
+    A model compiled by torch.compile and calls of inner modules such as `model.model(...)` run masked without a
+    warning. `capture_routing` gives masks without margins. If the mask of a decoding step hides keys that an earlier
+    step showed, the result is NaN. Do not write weights of routers or int8 layers through `.data` while the
+    model is optimised: the engine does not notice.
 
     Threads may call one optimised model; they take turns.
 
@@ -66,19 +66,18 @@ def optimize(
             'torch' is the reference, for any device.
         weights: 'model' takes the linear layers of attention and FFN as they are. 'int8' makes copies with a scale for
             each output channel, from bfloat16 or float16 (on a CPU also float32), and the masked model computes with
-            them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. Of
-            these, too, what is written through `.data` is not seen. Whatever saves the model saves its own weights.
-            With 'w8a8' products of more than 256 rows, as in prompts, but for queries, keys and values, read these in
-            int8, too, with a scale for each row: faster than bfloat16. Rotations of blocks of channels in the FFN
-            keep the loss small.
+            them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. A
+            model that is saved has its own weights. With 'w8a8' products of more than 256 rows, as in prompts, also
+            have int8 rows with a scale for each, except those of queries, keys and values. Rotations of blocks of
+            channels in the FFN keep the loss small.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
-        sample: Token ids without padding, int32 or int64 [B, T], of text like that to come and as long as its prompts,
-            at the threshold to come. One masked forward then tells 'auto' what each layer executes, instead of
-            `executed`; from 2048 tokens on also whether down should skip in prompts (sm_90, half precision, up to 128
-            groups of a multiple of 64 channels).
-        tune: Whether a GPU or shape without measurements is measured now, for at most 90 seconds, with 'auto': once a
-            machine, kept in the cache folder. Otherwise dense products run there, with a warning.
+        sample: Token ids without padding, int32 or int64 [B, T], of typical prompts, as long as they are. Set the
+            threshold first. One masked forward then tells 'auto' what each layer executes, instead of `executed`;
+            from 2048 tokens on also whether down should skip in prompts (sm_90, half precision, up to 128 groups of a
+            multiple of 64 channels).
+        tune: Whether 'auto' measures a GPU or shape without measurements now, for at most 90 seconds; the result is
+            kept in the cache folder. Otherwise dense products run there, with a warning.
 
     Raises:
         ConfigError: If the backend or the format of weights is unknown, `executed` is not two shares, or a sample is

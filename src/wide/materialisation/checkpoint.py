@@ -344,9 +344,9 @@ def _save_file_by_file(
 def save_checkpoint(model: nn.Module, path: str | Path, **options: Any) -> Path:
     """Write base weights and routers as one Hugging Face checkpoint and return its folder.
 
-    A static plan is kept as masks beside the whole weights; `wide.materialise` makes a model that is really smaller.
-    An attached model's own `save_pretrained` does the same, and so do checkpoints of transformers' Trainer. Of a model
-    that processes shard, all of them must call this; the first writes, and holds one file's tensors at a time.
+    A static plan is kept as masks, with whole weights; `wide.materialise` makes a model that is really smaller.
+    An attached model's own `save_pretrained` does the same, and so do checkpoints of transformers' Trainer. If several
+    processes shard the model, all of them must call this; the first writes, and holds one file's tensors at a time.
 
     Args:
         model: An attached model; LoRA must be merged.

@@ -82,8 +82,8 @@ def save(
         model: An attached model; LoRA must not be merged.
         path: The folder; an adapter that is there already is replaced. In a group of processes the first one writes;
             where they shard the model, all must call this.
-        ignore_base_changes: Save although base weights have changed since `attach`, or PEFT has put an adapter on them;
-            what is loaded later stands on the base as it was.
+        ignore_base_changes: Save although base weights have changed since `attach`, or PEFT has put an adapter on them.
+            The adapter does not contain these changes.
         push_to_hub: Name of a repository of the Hub, `user/name`, to which the folder is uploaded, too.
 
     Raises:
@@ -172,8 +172,8 @@ def load(
     """Attach a saved adapter to its base model and return the model.
 
     Args:
-        model_or_name: The base model, without routers, or its name or folder for `from_pretrained`; or the adapter,
-            where `path` is left out, and its base is loaded by the name that it had.
+        model_or_name: The base model, without routers, or its name or folder for `from_pretrained`. Without `path` it
+            is the adapter, and the base is loaded by the name that the adapter has recorded.
         path: Folder written by `save`, or the adapter's name on the Hub, `user/name` or `user/name@revision`.
         check_weights: Whether the sample of base weights must agree; False admits a fine-tuned sister checkpoint.
         load_options: For `from_pretrained`, where a name is given; `token` and `cache_dir` are for the adapter, too.
@@ -182,7 +182,7 @@ def load(
         AdapterError: If a file is missing or malformed, the Hub does not give it, or the adapter was made for another
             base model.
         NotAttachedError: If the model carries routers already.
-        ConfigError: If what stands for the model is none.
+        ConfigError: If `model_or_name` is neither a model nor a name.
     """
     require(nn.Module | str | Path, model_or_name, "model_or_name", "a model, or its name or folder")
     if path is None and isinstance(model_or_name, nn.Module):

@@ -160,7 +160,7 @@ def attach(
     """Let every sublayer run what a plan says, in place, and return the same object.
 
     The model keeps its class; `generate`, evaluation and training tools keep working. In evaluation mode each router
-    decides by its own parameters; in training mode it samples. What a plan prunes for every token is masked, not taken
+    decides by its own parameters; in training mode it samples. What a plan prunes for every token is masked, not cut
     out. `requires_grad` of the base is left as it is (training freezes it). `save_pretrained` writes a
     full checkpoint (`wide.save_checkpoint`), routers included.
 

@@ -144,9 +144,9 @@ def generate(
     Args:
         model: A causal LM, attached, optimised or neither.
         prompt: A text to continue; or the messages of a chat so far, each with `role` and `content`, which the
-            tokenizer's template turns into tokens. For the next turn, append the answer and what is said to it.
+            tokenizer's template turns into tokens. For the next turn, append the answer and the next message.
         tokenizer: None loads the model's own.
-        system: What a chat's model is told before the first message; makes a text the first message.
+        system: The system message of a chat; with it a text becomes the first message.
         temperature: 0 takes the likeliest token; above 0 samples.
         top_p: Sample from the smallest set of tokens with this probability, in (0, 1].
         seed: Of sampling; the caller's random state is left alone.

@@ -79,13 +79,13 @@ class _Carried(torch.autograd.Function):
 class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Adds the sparsity term to the loss, and anneals the routers.
 
-    The loss that the model returns has the term. A trainer that makes a loss of its own, as TRL's do, gets the term's
-    gradient all the same; what it logs as loss is then without it.
+    The loss that the model returns includes the term. If a trainer computes its own loss, as TRL's do, the gradient
+    still includes the term, but the logged loss does not.
 
-    What else is trained, and at which rate, is the loop's: freeze the base with `requires_grad_(False)` before the
-    Trainer is made, or train it along. Afterwards thresholds are calibrated on the last batches, so that inference
-    meets the target. The Trainer's checkpoints are full checkpoints; of a PEFT model they hold LoRA, and the routers
-    lie beside it in `wide/`, an adapter for `wide.load`. A loop of your own, as one with accelerate::
+    The callback does not freeze the base: call `requires_grad_(False)` before the Trainer is made, or the base is
+    trained, too. At the end thresholds are calibrated on the last batches, so that inference meets the target. The
+    Trainer's checkpoints are full checkpoints. Those of a PEFT model hold LoRA, and in `wide/` the routers as an
+    adapter for `wide.load`. In a loop of your own, for example with accelerate::
 
         routers = wide.RouterCallback(sparsity=0.5)
         routers.begin(model, steps=1000)
