@@ -197,8 +197,6 @@ _REAL_ROWS = {
     "the same, half from the dense model": ("half-fitted", "fitted-both-faster", "wide-fitted"),
     "the same, from the dense model": ("half-fitted", "fitted-kl-faster", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
-    "WIDE, the paper's recipe, G = 64": ("half", "half", "wide-64"),
-    "WIDE-uniform, G = 128": ("half", "half", "wide-uniform"),
     "Týr": ("half", "half", "tyr"),
     "Týr, LoRA at 1e-3 from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
     "BlockPruner": ("half", "half", "blockpruner"),
