@@ -117,6 +117,20 @@ def test_rows_of_prompts_are_rounded_too(family, skipped, monkeypatch):
         assert (masked - right).norm() <= max(0.2 * far, 1e-5) * right.norm()
 
 
+@pytest.mark.parametrize(("channels", "size"), [(192, 64), (144, 16)])
+def test_a_rotation_spreads_what_stands_out(channels, size):
+    x = torch.randn(8, channels, generator=torch.Generator().manual_seed(0))
+    x[:, 5] = 40
+    turn, errors = hadamard(channels, x), []
+    assert turn.shape == (size, size)
+    assert hadamard(channels + 8, x) is None
+    torch.testing.assert_close(turn.half().float() @ turn, torch.eye(size))
+    for rotation in (None, turn):
+        values, scale = quantise_rows(x, rotation=rotation, backend="torch")
+        errors.append((rotated(values * scale[:, None], rotation) - x).norm())
+    assert errors[1] < 0.5 * errors[0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, transformers batches on it")
 def test_batches_and_threads_give_what_calls_alone_give():
     model, wanted = optimised(routed()), rounded(routed())
