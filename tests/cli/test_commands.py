@@ -442,6 +442,7 @@ def test_inspect_tells_what_fits_and_what_an_adapter_holds(finished, tiny_model_
     assert main(["inspect", "--adapter", str(finished)]) == 0
     said = capsys.readouterr().out
     assert "4 groups of 16 channels, rank 4" in said
+    assert "sequence_length: 32," in said
     assert "wide_router.safetensors" in said
 
 

@@ -138,26 +138,6 @@ def test_python_refuses_what_is_no_comparison(changes, words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_how_routers_were_trained_is_recorded(finished):
-    records = read_records(finished / "compare.jsonl")[0]
-    training = {record.subject: record.value for record in records if record.metric == "training"}
-    assert list(training) == [Stage(Cell("wide", 0.5, seed), False) for seed in (1, 2)]
-    assert list(training.values()) == [{"steps": 2, "batch_size": 2, "sequence_length": 32}] * 2
-
-
-def test_what_is_not_by_default_in_training_is_recorded(everyday, tmp_path):
-    changes = ["--train.learning_rate=0.005", "--train.compile=false", "--train.checkpoint_every=7"]
-    changes += ["--objective.smoothing=0.02", "--match=linear_flops", "--methods=wide,skipgpt-original"]
-    assert main([*everyday, "--output", str(tmp_path / "run"), *changes]) == 0
-    run = Selection(*read_records(tmp_path / "run/compare.jsonl"))
-    shared = {"learning_rate": 0.005, "smoothing": 0.02, "target": "linear_flops"}
-    shared |= {"steps": 2, "batch_size": 2, "sequence_length": 32}
-    assert run.content(Stage(Cell("wide", 0.5, 17), False), "training") == shared
-    # What a method's own settings change of the stage is what was trained.
-    own = run.content(Stage(Cell("skipgpt-original", 0.5, 17), False), "training")
-    assert own == shared | {"temperature_end": 1.0}
-
-
 def test_a_cell_does_not_depend_on_those_before_it(finished, everyday, tmp_path):
     assert main([*everyday, "--output", str(tmp_path / "run"), "--seeds=2", "--methods=wide"]) == 0
     name = "cells/wide-0.5-seed2"

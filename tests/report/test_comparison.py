@@ -296,20 +296,3 @@ def test_quality_is_drawn_over_sparsity():
     ]
     with pytest.raises(MissingRecordsError, match="no finished cell"):
         draw_svg(figure, comparison(grid(), measured(SLICE, 20.0)))
-
-
-def test_quality_is_drawn_over_the_size_of_groups():
-    rows = [Cell(name, 0.25, 17) for name in ("g32", "g128", "other")]
-    settings = ({"ffn_group_size": 32, "rank": 1}, {"ffn_group_size": 128, "rank": 1}, {"rank": 1})
-    texts = [
-        Record(subject=cell.subject(recovered=False), metric="settings", value=text)
-        for cell, text in zip(rows, settings, strict=True)
-    ]
-    values = [record for cell, value in zip(rows, (12.0, 15.0, 30.0), strict=True) for record in measured(cell, value)]
-    found = comparison(grid(["g32", "g128", "other"]), measured(DENSE_CELL, 10.0), values, texts)
-    figure = FIGURES["quality-groups"]
-    _, words = draw_svg(figure, found)
-    assert "channels of an FFN group, 25 % (without LoRA): 1.20 at 32, 1.50 at 128" in words
-    assert "other" not in to_csv(figure.table(found))
-    with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
-        draw_svg(figure, comparison(grid(), measured(DENSE_CELL, 10.0), measured(SLICE, 20.0)))

@@ -1,4 +1,4 @@
-"""A comparison's cells against their measured speed, their work and their groups."""
+"""A comparison's cells against their measured speed and their work."""
 
 import csv
 import io
@@ -109,36 +109,3 @@ def test_quality_is_drawn_over_the_measured_work(tmp_path):
     nothing = read_comparison(write(tmp_path / "two", ["slicegpt"]))
     with pytest.raises(MissingRecordsError, match="linear_flops_layers"):
         draw_svg(FIGURES["quality-work"], nothing)
-
-
-def test_quality_is_drawn_over_groups_of_ffn_and_attention(tmp_path):
-    sizes = {"a": (32, 64), "b": (128, 64), "c": (128, 256)}
-    shared = {"ffn_grouping": "adjacent"}
-    settings = {name: {"ffn_group_size": f, "attention_group_size": a, **shared} for name, (f, a) in sizes.items()}
-    settings |= {f"{name}-own": value | {"ffn_grouping": "clustered"} for name, value in settings.items()}
-    cells = [
-        measured(Cell(name, 0.5, 17), 12.0 + place, settings=own) for place, (name, own) in enumerate(settings.items())
-    ]
-    found = read_comparison(write(tmp_path / "one", list(settings), *cells))
-    _, words = draw_svg(FIGURES["quality-groups"], found)
-    assert "channels of an FFN group, 50 %, a and alike (without LoRA): 1.20 at 32, 1.30 at 128" in words
-    assert (
-        "query channels of an attention group, 50 %, b-own and alike (without LoRA): 1.60 at 64, 1.70 at 256" in words
-    )
-    lines = rows("quality-groups", found)
-    assert {(line["varied"], line["size"]) for line in lines if line["method"] == "b"} == {
-        ("ffn_group_size", "128"),
-        ("attention_group_size", "64"),
-    }
-
-
-def test_a_size_of_groups_that_is_left_to_the_model_is_its_own(tmp_path):
-    cells = [Cell("a", 0.5, 17), Cell("b", 0.5, 17)]
-    sizes = [{"ffn_group_size": 64, "attention_group_size": None}, {"ffn_group_size": 128, "attention_group_size": 192}]
-    groups = [measured(cell, 12.0, settings=own) for cell, own in zip(cells, sizes, strict=True)]
-    folder = write(tmp_path / "one", ["a", "b"], *groups)
-    with pytest.raises(MissingRecordsError, match="ffn_group_size alone"):
-        FIGURES["quality-groups"].table(read_comparison(folder))
-    own = Record(subject="run", metric="model.attention_group_size", value=192)
-    RecordFile(folder / "compare.jsonl", device="cpu").append([own])
-    assert [line["size"] for line in rows("quality-groups", read_comparison(folder))] == ["64", "128"]

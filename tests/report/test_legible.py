@@ -56,7 +56,7 @@ def overlap(a, b):
 def test_no_words_of_the_study_of_methods_cover_others():
     study = RESULTS / "lab-88m"
     cases = [(figure, read_folder(study / "fitted-50").records) for figure in FIGURES]
-    runs = {"quality-groups": "g-sweep", "quality-speed": "f50"}
+    runs = {"quality-speed": "f50"}
     cases += [(each, read_comparison(study / runs.get(each.name, "n50"))) for each in COMPARISON_FIGURES]
     assert {figure.name: found for figure, source in cases if (found := covered(figure, source))} == {}
 

@@ -20,7 +20,7 @@ from wide.report.figure import MissingRecordsError, to_csv
 from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
 from wide.report.speed import SPEED_FIGURES, Profile, bench_file
-from wide.report.table import layer_lines, summary_table
+from wide.report.table import summary_table
 
 GONE = object()
 WRONG = (GONE, None, "words", [], {}, True, float("nan"), -1.0)
@@ -97,7 +97,6 @@ def test_no_value_of_a_run_is_taken_for_granted():
             run = Selection([*records[:place], replace(records[place], value=value), *records[place + 1 :]])
             show(FIGURES, run)
             summary_table(run).to_markdown()
-            layer_lines(run)
             assert value is not None or any(repr(metric) in note for note in run.notes)
 
 

@@ -17,7 +17,7 @@ from wide.report.figure import MissingRecordsError, to_csv
 from wide.report.folders import draw_folder
 from wide.report.run_figures import FIGURES
 from wide.report.selection import NAMES, Selection
-from wide.report.table import layer_lines, summary_table, verdict
+from wide.report.table import summary_table, verdict
 
 PERPLEXITY, LAYERS, *ROUTING, _ = FIGURES
 
@@ -204,12 +204,6 @@ def test_the_verdict_has_window_tokens_error_and_the_measure_that_was_asked_for(
     assert "18.17 ± 7.27" in second
     table = summary_table(Selection(found))
     assert table.rows[-1][table.header.index("skipped %")] == "48.9"
-
-
-def test_layers_are_listed_for_the_last_subject():
-    lines = layer_lines(Selection(list(complete_records())))
-    assert "stage 1+2" in lines[0]
-    assert lines[1].split() == ["attention", "0%", "20%", "40%"]
 
 
 @pytest.mark.parametrize("figure", [PERPLEXITY, LAYERS])

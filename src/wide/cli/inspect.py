@@ -3,11 +3,13 @@
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from wide.cli.arguments import Arguments
 from wide.config import WideConfig
@@ -116,29 +118,21 @@ def describe_adapter(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _facts(facts: dict[str, Any], indent: str = "  ") -> list[str]:
-    lines = []
-    for name, value in facts.items():
-        if name == "notes" and isinstance(value, dict):
-            # A method's notes are for programs: they may hold a number for every channel.
-            lines.append(f"{indent}notes: {', '.join(value) or 'none'}")
-        elif isinstance(value, dict):
-            lines += [f"{indent}{name}", *_facts(value, indent + "  ")]
-        elif name == "layers" and _are_pairs(value):
-            lines.append(f"{indent}skipped per layer (attention, FFN)")
-            for index, pair in enumerate(value):
-                shown = ["     -" if rate is None else f"{rate:>6.1%}" for rate in pair]
-                lines.append(f"{indent}  {index:>3} {' '.join(shown)}")
-        else:
-            lines.append(f"{indent}{name}: {f'{value:.4g}' if isinstance(value, float) else value}")
-    return lines
+class _Brief(yaml.SafeDumper):
+    """Writes numbers with four digits."""
 
 
-def _are_pairs(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(rate, float | int | None) for rate in pair)
-        for pair in value
-    )
+_Brief.add_representer(float, lambda writer, value: writer.represent_scalar("tag:yaml.org,2002:float", f"{value:.4g}"))
+
+
+def _facts(provenance: Mapping[str, Any]) -> list[str]:
+    """Return what an adapter says of its making as YAML; a method's notes are for programs, and may be long."""
+    told = {
+        name: {key: part for key, part in value.items() if key != "notes"} if isinstance(value, dict) else value
+        for name, value in provenance.items()
+    }
+    text = yaml.dump(told, Dumper=_Brief, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+    return [f"  {line}" for line in text.splitlines()] if told else []
 
 
 def _dial(dial: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> list[str]:

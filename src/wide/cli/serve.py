@@ -28,7 +28,6 @@ def run(given: Sequence[str]) -> None:
     if missing:
         raise MissingExtraError(f"wide serve needs {', '.join(missing)}: pip install 'wide[serve]'")
     options.require_found()
-    how.hosts(), how.template_values()
     from wide.data.tokenizer import load_tokenizer
     from wide.runs.serving import listening, serve
     from wide.runs.sources import load_routed

@@ -3,9 +3,9 @@
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from wide.comparison.cells import RECOVERED, TRAINING, CellFolders, free_cells
 from wide.comparison.grid import DENSE, CompareRequest, GridOptions
 from wide.comparison.results import draw
-from wide.config import ObjectiveConfig, StageConfig
 from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
 from wide.evaluation.tasks import check_tasks
@@ -22,7 +21,6 @@ from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
-from wide.models.discovery import discover
 from wide.records import GRID, Cell, Record, Stage
 from wide.report.comparison import FINISHED
 from wide.runs.folder import ADAPTER, RunFolder
@@ -42,10 +40,6 @@ _SHARES = {
     "kv_cache_kept": "kv_cache_kept",
 }
 """Metric below 'sparsity.' -> field of a method's report."""
-# Choices of the machine or of chance, and what the cell's name and settings say already.
-_NOT_OF_TRAINING = frozenset(
-    {"seed", "micro_batch_size", "gradient_checkpointing", "compile", "checkpoint_every", "sparsity"}
-)
 _COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "linear FLOPs of the decoder layers"}
 
 
@@ -133,10 +127,6 @@ class ComparisonRun:
         }
         target = f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}"
         yield from self._materials.run_records(target, self._command, **facts)
-        sizes = {spec.attention.kv_group_size for spec in discover(self._materials.model)}
-        if len(sizes) == 1:
-            # What rows that name no size have: they share lines with those that name it.
-            yield Record(subject="run", metric="model.attention_group_size", value=sizes.pop(), unit="channel")
 
     def _run_cells(self) -> list[bool]:
         """Run the cells of this process, and return of each whether it is complete now."""
@@ -249,19 +239,6 @@ def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) 
         lines.insert(0, f"the target counts {_COUNTED[own]}, in the other rows {_COUNTED[grid.match]}")
     yield Record(subject=stage, metric="deviations", value="\n".join(lines), unit="text")
     yield Record(subject=stage, metric="settings", value=report["settings"])
-    if "prune" in provenance:
-        yield Record(subject=stage, metric="training", value=_training(provenance["prune"]))
-
-
-def _training(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how routers were trained, but for defaults: options of later versions leave old records as equal."""
-    pairs = ((facts["stage"], StageConfig()), (facts["objective"], ObjectiveConfig()))
-    return {
-        name: value
-        for options, usual in pairs
-        for name, value in options.items()
-        if name not in _NOT_OF_TRAINING and value != asdict(usual).get(name)
-    }
 
 
 def _in_words(report: EvaluationReport) -> str:

@@ -5,11 +5,10 @@ A row is a method, either after its calibration or with LoRA on top.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from wide.errors import DataError
 from wide.records import Cell, Stage
@@ -25,7 +24,6 @@ FINISHED = "finished"
 PERPLEXITY, RATIO, RETENTION = "token_perplexity", "token_perplexity.ratio", "accuracy.retention"
 _ACCURACY, _STDERR = "accuracy.average", ".stderr"
 _RELATIVE = {RATIO: PERPLEXITY, RETENTION: _ACCURACY}
-_GROUP, _OWN_GROUP = "attention_group_size", "model.attention_group_size"
 TASK = "accuracy."
 """Before the label of a single task in the name of its metric."""
 
@@ -112,19 +110,6 @@ class Comparison:
         values = list(found.values())
         error = statistics.stdev(values) if all(map(math.isfinite, values)) else None
         return Value(mean=statistics.fmean(values), error=error, seeds=len(values))
-
-    def settings(self, method: str, sparsity: float) -> Mapping[str, Any]:
-        """Return what a method was set to in its first cell at a sparsity, empty where no record says.
-
-        A size of groups that is left to the model is the model's, if the run's 'model.attention_group_size' says it.
-        How its routers were trained, as far as not by default, is under 'training'; it is missing in older records.
-        """
-        stages = self.finished(Row(method, False), sparsity)
-        found: dict[str, Any] = next(filter(None, (self.run.content(each, "settings") for each in stages)), {})
-        training = next(filter(None, (self.run.content(each, "training") for each in stages)), None)
-        found = found if training is None else {**found, "training": training}
-        own = self.run.number("run", _OWN_GROUP)
-        return {**found, _GROUP: int(own)} if own is not None and found.get(_GROUP, 0) is None else found
 
     def seeds(self, row: Row, sparsity: float) -> list[int]:
         """Return the seeds of a row that have been measured, ascending."""

@@ -1,18 +1,16 @@
-"""The figures of a comparison: what each method is worth over sparsity, work, the size of groups, and speed."""
+"""The figures of a comparison: what each method is worth over sparsity, work and speed."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
 from wide.report.figure import Row as Drawn
-from wide.report.figure import figures, grouped
+from wide.report.figure import figures
 from wide.report.selection import SUBLAYERS
 
 _WORK = "sparsity.linear_flops_layers"
 _PANELS = {RATIO: "perplexity, x dense", RETENTION: "average accuracy, share of dense"}
-_SIZES = {"ffn_group_size": "channels of an FFN group", "attention_group_size": "query channels of an attention group"}
 _MIDDLE = 0.5
 _OF_SPEED = (
     *("what", "tokens", "batch", "speedup", "median_us", "skipped_attention", "skipped_ffn", "candidate", "device"),
@@ -74,37 +72,6 @@ def _over_work(comparison: Comparison) -> list[Drawn]:
     return sorted(rows, key=lambda row: (str(row["method"]), row["recovered"] or 0, row["skipped_work"] or 0))
 
 
-def _over_groups(comparison: Comparison) -> list[Drawn]:
-    """Return the rows that differ in one size of groups alone, where there are at least two of it."""
-    rows: list[Drawn] = []
-    for key, panel in _SIZES.items():
-        points: list[tuple[str, float, bool, int, Row, Value]] = []
-        for row, sparsity, value in _points(comparison, RATIO):
-            settings = dict(comparison.settings(row.method, sparsity))
-            size = settings.pop(key, None)
-            if size is not None:
-                others = json.dumps(settings, sort_keys=True)
-                points.append((others, sparsity, row.recovered, int(size), row, value))
-        lines = grouped(points, lambda point: point[:3])
-        several = {line: found for line, found in lines.items() if len({size for *_, size, _, _ in found}) > 1}
-        for (_, sparsity, recovered), found in several.items():
-            twins = [other for other, *rest in several if rest == [sparsity, recovered]]
-            name = f", {found[0][-2].method} and alike" if len(twins) > 1 else ""
-            for *_, size, row, value in sorted(found, key=lambda point: (point[3], point[4].method)):
-                rows.append(
-                    {
-                        "varied": key,
-                        "panel": panel,
-                        "line": f"{100 * sparsity:.4g} %{name}",
-                        **_place(row, sparsity),
-                        "size": size,
-                        "ratio": value.mean,
-                        "error": value.error,
-                    }
-                )
-    return rows
-
-
 def _over_speed(comparison: Comparison) -> list[Drawn]:
     dense = comparison.value(Row(DENSE, False), 0.0, PERPLEXITY)
     top = math.inf if dense is None else _HIGHEST * dense.mean
@@ -160,7 +127,6 @@ COMPARISON_FIGURES = figures(
     {
         "quality-sparsity": _over_sparsity,
         "quality-work": _over_work,
-        "quality-groups": _over_groups,
         "quality-speed": _over_speed,
         "layers-compared": _over_layers,
     },

@@ -32,7 +32,7 @@ _MEASURES = {
 }
 
 _KINDS: dict[str, type] = {
-    **dict.fromkeys(("settings", "training", "routing.sample"), dict),
+    **dict.fromkeys(("settings", "routing.sample"), dict),
     **dict.fromkeys(("grid.methods", "grid.sparsities", "token_perplexity.windows"), list),
     **dict.fromkeys(("status", "deviations", "model"), str),
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wide.report.figure import Row
-from wide.report.selection import NAMES, SUBLAYERS, Selection
+from wide.report.selection import NAMES, Selection
 from wide.standard_error import perplexity_stderr
 
 ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
@@ -109,19 +109,6 @@ def verdict(run: Selection) -> list[str]:
             f"{name[0].upper()}{name[1:]} also learned from the training text, which the dense model did not: part of "
             "what it gains is that. With recover.dense_baseline the dense model gets the same LoRA."
         )
-    return lines
-
-
-def layer_lines(run: Selection) -> list[str]:
-    """Return the sparsity of each layer of the last measured model, as lines for a terminal; none if not measured."""
-    subject = run.last_subject_with_layers()
-    if subject is None:
-        return []
-    lines = [f"skipped groups per layer, {subject}"]
-    for key, name in SUBLAYERS.items():
-        rates = run.by_layer(subject, f"sparsity.{key}")
-        if rates:
-            lines.append(f"  {name:<10}" + " ".join(f"{100 * rate:z3.0f}%" for _, rate in rates))
     return lines
 
 

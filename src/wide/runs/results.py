@@ -8,7 +8,7 @@ from wide.records import Record, read_records
 from wide.report.drawing import FOLDER
 from wide.report.folders import PAGE, draw_folder
 from wide.report.selection import Selection, measure_of
-from wide.report.table import layer_lines, summary_table, verdict
+from wide.report.table import summary_table, verdict
 from wide.runs.folder import CONFIG, RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import is_main_process, say
@@ -106,7 +106,7 @@ class RunResults:
             paths.append(folder / BOARD)
         run, lines = Selection(*read_records(self.records.path)), list[Any]()
         if self._materials.held_out[0] is not None:
-            lines += ["", *verdict(run), "", summary_table(run).to_text(), "", *layer_lines(run)]
+            lines += ["", *verdict(run), "", summary_table(run).to_text()]
             if text := run.text(run.subjects()[-1], "sample"):
                 lines += ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())]
         lines += ["", f"finished in {seconds:.0f} s; written:", *(f"  {path}" for path in paths)]

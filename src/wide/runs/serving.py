@@ -15,7 +15,6 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -158,13 +157,10 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
     paged = {key: getattr(options, f"cb_{key}") for key in keys if getattr(options, f"cb_{key}") is not None}
     batching = ContinuousBatchingConfig(**paged) if paged else None
     state = GenerationState(continuous_batching=options.continuous_batching, cb_config=batching)
-    template = {"chat_template_kwargs": options.template_values()}
-    completions, chats = CompletionHandler(one, state), ChatCompletionHandler(one, state, **template)
-    responses = ResponseHandler(one, state, **template)
+    completions, chats = CompletionHandler(one, state), ChatCompletionHandler(one, state)
+    responses = ResponseHandler(one, state)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, version=__version__)
     app.add_middleware(Bounded, limits=limits)
-    if options.enable_cors:
-        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=options.hosts(), www_redirect=False)
 
     async def answer(handler: Any, asked: Asked) -> AnyResponse:
@@ -301,8 +297,6 @@ def serve(
     longest = longest_input(model)
     body_bytes = _BYTES_WITHOUT_POSITIONS if longest is None else max(_LEAST_BYTES, _BYTES_A_POSITION * longest)
     limits = Limits(seconds=options.request_timeout, body_bytes=body_bytes, api_key=options.api_key)
-    if options.default_seed is not None:
-        torch.manual_seed(options.default_seed)
     logging.get_logger("transformers").setLevel(logging.WARNING)
     one = _OneModel(name, model, tokenizer)
     app = application(one, options, limits)

@@ -1,6 +1,5 @@
 """What a run is told besides the settings of `wide.config`: frozen dataclasses, one per group of flags. No torch."""
 
-import json
 import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -230,9 +229,6 @@ class ServerOptions(Checked):
         cb_block_size: Tokens in a block.
         cb_max_memory_percent: Share of the GPU's memory that the paged cache may take.
         cb_use_cuda_graph: Whether shared forwards are replayed from CUDA graphs.
-        chat_template_kwargs: JSON of further values for the chat template, for every request.
-        enable_cors: Let web pages of any origin ask.
-        default_seed: Of sampling.
     """
 
     host: str = "localhost"
@@ -247,25 +243,12 @@ class ServerOptions(Checked):
     cb_block_size: int | None = None
     cb_max_memory_percent: float | None = None
     cb_use_cuda_graph: bool | None = None
-    chat_template_kwargs: str | None = None
-    enable_cors: bool = False
-    default_seed: int | None = None
 
     def hosts(self) -> list[str]:
         """Return the names of the server that clients may use; '*' is any."""
         if self.allowed_hosts is not None:
             return [name.strip() for name in self.allowed_hosts.split(",")]
         return list(_THIS_MACHINE) if self.host in _THIS_MACHINE else ["*"]
-
-    def template_values(self) -> dict[str, Any]:
-        """Return further values for the chat template; raises ConfigError if they are no JSON object."""
-        try:
-            found = json.loads(self.chat_template_kwargs or "{}")
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise ConfigError(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
