@@ -122,7 +122,7 @@ class _Brief(yaml.SafeDumper):
     """Writes numbers with four digits."""
 
 
-_Brief.add_representer(float, lambda writer, value: writer.represent_scalar("tag:yaml.org,2002:float", f"{value:.4g}"))
+_Brief.add_representer(float, lambda writer, value: writer.represent_float(float(f"{value:.4g}")))
 
 
 def _facts(provenance: Mapping[str, Any]) -> list[str]:
