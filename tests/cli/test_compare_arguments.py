@@ -74,14 +74,15 @@ class Claims:
 def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tmp_path, monkeypatch):
     for name in ("runs.run.Run", "comparison.run.ComparisonRun"):
         monkeypatch.setattr(f"wide.{name}", Claims)
-    monkeypatch.setattr("wide.cli.recover.objective_after", lambda adapter, changes: ObjectiveConfig())
+    monkeypatch.setattr("wide.cli.recover.objective_after", lambda adapter, sparsity: ObjectiveConfig())
     (tmp_path / "config.json").write_text("{}")
     given = ["--model", str(tmp_path), "--data", "python-docs", "--output", str(tmp_path / "run"), *more]
     command.run(given)
     saved = tmp_path / "run" / "config.yaml"
     whole = yaml.safe_load(saved.read_text())
     older = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
-    del older["objective"]["smoothing"], older["recover"]["lora_dropout"], older["description"]
+    del older["recover"]["noise"], older["description"]
+    older.get("objective", {}).pop("smoothing", None)
     saved.write_text(yaml.safe_dump(older))
     command.run([*given, "--resume"])
     assert yaml.safe_load(saved.read_text()) == whole

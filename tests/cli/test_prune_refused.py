@@ -190,8 +190,8 @@ def test_flags_of_recover_are_named_with_their_group(adapter_of_another, tiny_mo
         "--output",
         str(tmp_path / "run"),
     ]
-    assert main(["recover", *given, "--objective.weight=-1"]) == 1
-    assert "error: objective.weight must be at least 0" in capsys.readouterr().err
+    assert main(["recover", *given, "--recover.lora_rank=0"]) == 1
+    assert "error: recover.lora_rank must be at least 1" in capsys.readouterr().err
     assert main(["recover", *given, "--sparsity=1.5"]) == 1
     assert "error: sparsity must lie in" in capsys.readouterr().err
 

@@ -120,14 +120,12 @@ class Arguments:
         prefix: str = "",
         only: Sequence[str] = (),
         skip: Sequence[str] = (),
-        otherwise: str = "",
         **defaults: Any,
     ) -> None:
         """Add the fields of a dataclass as flags, with its docstring as their help.
 
         Args:
             prefix: Group of the flags, e.g. 'train' for `--train.steps`; empty for everyday flags.
-            otherwise: Where a value comes from that is not given; then every field may be null, and is by default.
             defaults: Other defaults than the dataclass has.
         """
         hints, texts = typing.get_type_hints(cls), field_texts(cls)
@@ -139,9 +137,7 @@ class Arguments:
                 continue
             # Null is the word of YAML.
             kind, text = hints[field.name], re.sub(r"\bNone\b", "null", texts[field.name])
-            default = None if otherwise else defaults.get(field.name, field.default)
-            if otherwise:
-                kind, text = kind | None, f"{text} Null means {otherwise}."
+            default = defaults.get(field.name, field.default)
             options = {"required": True} if default is MISSING else {"default": default}
             name = f"{prefix}.{field.name}" if prefix else field.name
             if default is not None and types.NoneType not in typing.get_args(kind):
@@ -195,12 +191,8 @@ class Arguments:
                 return False
         return True
 
-    def folder(self, values: Mapping[str, Any], **defaults: Any) -> "RunFolder":
-        """Return the output folder that parsed values name, checked and not touched yet.
-
-        Args:
-            defaults: What keys mean that are not given, where it is not their default here.
-        """
+    def folder(self, values: Mapping[str, Any]) -> "RunFolder":
+        """Return the output folder that parsed values name, checked and not touched yet."""
         from wide.runs.folder import RunFolder
 
         return RunFolder(
@@ -211,7 +203,7 @@ class Arguments:
             shared=values.get("shard") is not None,
             overwrite=bool(values["overwrite"]),
             resumable="resume" in values,
-            defaults=self._parser.get_defaults(skip_validation=True).as_dict() | defaults,
+            defaults=self._parser.get_defaults(skip_validation=True).as_dict(),
         )
 
     def known_keys(self) -> list[str]:
