@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from wide.cli import compare, prune, recover
+from wide.cli import compare, prune
 from wide.cli.arguments import look_ahead
 from wide.cli.main import main
 from wide.comparison.grid import Budget, GridOptions
@@ -48,47 +48,6 @@ def test_a_saved_comparison_is_recognised(tmp_path):
     other = resolved(compare.arguments(["tyr"]).parse([*EVERYDAY, "--methods", "tyr", "--tyr.stage_tokens", "[1]"]))
     with pytest.raises(ConfigError, match="stage_tokens"):
         RunFolder(tmp_path / "run", other, resume=True, overwrite=False)
-
-
-class Claims:
-    """Stands for what carries a run out: it takes the folder and does nothing."""
-
-    def __init__(self, *arguments, **_):
-        self._folder = next(each for each in arguments if isinstance(each, RunFolder))
-
-    def run(self, *_, **__):
-        self._folder.claim()
-
-    prune = recover = run
-
-
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        (prune, []),
-        (prune, ["--method", "skipgpt"]),
-        (recover, ["--adapter", "A"]),
-        (compare, ["--methods", "wide,tyr"]),
-    ],
-)
-def test_runs_saved_before_a_setting_was_there_had_its_default(command, more, tmp_path, monkeypatch):
-    for name in ("runs.run.Run", "comparison.run.ComparisonRun"):
-        monkeypatch.setattr(f"wide.{name}", Claims)
-    monkeypatch.setattr("wide.cli.recover.objective_after", lambda adapter, sparsity: ObjectiveConfig())
-    (tmp_path / "config.json").write_text("{}")
-    given = ["--model", str(tmp_path), "--data", "python-docs", "--output", str(tmp_path / "run"), *more]
-    command.run(given)
-    saved = tmp_path / "run" / "config.yaml"
-    whole = yaml.safe_load(saved.read_text())
-    older = {key: dict(value) if isinstance(value, dict) else value for key, value in whole.items()}
-    del older["recover"]["noise"], older["description"]
-    older.get("objective", {}).pop("smoothing", None)
-    saved.write_text(yaml.safe_dump(older))
-    command.run([*given, "--resume"])
-    assert yaml.safe_load(saved.read_text()) == whole
-    saved.write_text(yaml.safe_dump(older))
-    with pytest.raises(ConfigError, match=r"recover.lora_dropout 0.1 -> 0.5"):
-        command.run([*given, "--resume", "--recover.lora_dropout", "0.5"])
 
 
 def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):

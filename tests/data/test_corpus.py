@@ -129,21 +129,6 @@ def test_a_missing_path_is_not_taken_for_a_data_set(tmp_path):
             texts(source)
 
 
-def test_a_path_into_a_folder_that_is_here_is_not_taken_for_a_data_set(tmp_path, monkeypatch):
-    asked = []
-    hub(monkeypatch, lambda name, *_args, **_settings: asked.append(name) or {"train": ROWS[:1]})
-    monkeypatch.setattr(local_names, "_is_on_hub", lambda name, kind: (name, kind) == ("texts/there", "dataset"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts").mkdir()
-    with pytest.raises(DataError, match=r"no file, folder or match for 'texts/nope'; .* the hub has no 'texts/nope'"):
-        texts("texts/nope")
-    assert not asked
-    assert texts("texts/there") == ["first text"]
-    asked.clear()
-    assert texts("owner/nope") == ["first text"]
-    assert asked == ["owner/nope"]
-
-
 @pytest.mark.parametrize("line", ["a line\n", "word "])
 def test_few_documents_hold_out_their_tails(tmp_path, line):
     path = tmp_path / "good.txt"

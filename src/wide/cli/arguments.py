@@ -203,7 +203,6 @@ class Arguments:
             shared=values.get("shard") is not None,
             overwrite=bool(values["overwrite"]),
             resumable="resume" in values,
-            defaults=self._parser.get_defaults(skip_validation=True).as_dict(),
         )
 
     def known_keys(self) -> list[str]:

@@ -183,7 +183,7 @@ def _is_local(source: str | Path) -> bool:
         raise DataError("the name of a text is empty; wanted a file, a folder, a data set or 'python-docs'")
     if isinstance(source, Path) or Path(source).expanduser().exists():
         return True
-    looks_local = is_path(source, "dataset") or any(sign in source for sign in "*?[")
+    looks_local = is_path(source) or any(sign in source for sign in "*?[")
     return looks_local or file_type(Path(source)) in TEXT_TYPES or not _HUB_NAME.fullmatch(source)
 
 

@@ -15,7 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from wide.data.local_names import without_hub
 from wide.data.tokenizer import chat_text, require_characters
 from wide.errors import DataError, MissingExtraError
 
@@ -100,8 +99,7 @@ def find_files(source: str | Path) -> list[Path]:
     else:
         paths = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     if not paths:
-        name = str(source)
-        raise DataError(f"there is no file, folder or match for {name!r}; check the path{without_hub(name)}")
+        raise DataError(f"there is no file, folder or match for {str(source)!r}; check the path")
     for found_path in paths:
         if file_type(found_path) not in TEXT_TYPES:
             raise DataError(

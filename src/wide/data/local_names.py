@@ -13,14 +13,9 @@ _SIGNS = (".", "/", "~")
 _SECONDS = 4.0
 
 
-def is_path(name: str, kind: HubKind) -> bool:
-    """Return whether a name is a path, there or not.
-
-    It is by its first sign, or if it begins with a folder here and neither the hub nor its cache has it.
-    """
-    if name.startswith(_SIGNS):
-        return True
-    return _begins_with_folder(name) and (Path(name).exists() or not _is_on_hub(name, kind))
+def is_path(name: str) -> bool:
+    """Return whether a name is a path on this machine, by its first sign or because it is there."""
+    return name.startswith(_SIGNS) or Path(name).exists()
 
 
 def is_repository(name: str) -> bool:
@@ -61,21 +56,9 @@ def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str
             f"{name} holds no config.json, so it is no model; name the folder of a model, or a GGUF file (an adapter "
             "goes beside its base: --adapter, in Python wide.load(base, adapter))"
         )
-    if not is_path(name, "model"):
-        return unreachable(name, "model", cache=cache)
-    return f"there is no folder {name!r} to load a model and its tokenizer from; check the path{without_hub(name)}"
-
-
-def without_hub(name: str) -> str:
-    """Return what the hub said of a name that begins with a folder here, as the end of a message."""
-    if name.startswith(_SIGNS) or not _begins_with_folder(name):
-        return ""
-    return f" ({name.partition('/')[0]!r} is a folder here, and the hub has no {name!r} or was not reached)"
-
-
-def _begins_with_folder(name: str) -> bool:
-    first, _, rest = name.partition("/")
-    return bool(first and rest) and Path(first).is_dir()
+    if name.startswith(_SIGNS):
+        return f"there is no folder {name!r} to load a model and its tokenizer from; check the path"
+    return unreachable(name, "model", cache=cache)
 
 
 def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) -> str | None:
@@ -85,7 +68,9 @@ def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) ->
     """
     from huggingface_hub import constants
 
-    if _is_cached(name, kind, cache):
+    folder = f"{kind}s--{name.replace('/', '--')}"
+    # Offline nothing is retried: the loader itself looks into its cache and says what it misses.
+    if constants.HF_HUB_OFFLINE or (Path(cache or constants.HF_HUB_CACHE) / folder).is_dir():
         return None
     try:
         _ask_hub(name, kind)
@@ -97,34 +82,17 @@ def unreachable(name: str, kind: HubKind, *, cache: str | Path | None = None) ->
     return None
 
 
-def _is_cached(name: str, kind: HubKind, cache: str | Path | None = None) -> bool:
-    from huggingface_hub import constants
-
-    # Offline nothing is retried: the loader itself looks into its cache and says what it misses.
-    folder = f"{kind}s--{name.replace('/', '--')}"
-    return bool(constants.HF_HUB_OFFLINE) or (Path(cache or constants.HF_HUB_CACHE) / folder).is_dir()
-
-
-def _is_on_hub(name: str, kind: HubKind) -> bool:
-    name = name.partition(":")[0]
-    try:
-        return _is_cached(name, kind) or _ask_hub(name, kind)
-    except OSError:
-        return False
-
-
 # Exceptions are not kept: the network may come back.
 @functools.lru_cache(maxsize=64)
-def _ask_hub(name: str, kind: HubKind) -> bool:
-    """Return whether the hub has a name; raises OSError if it does not answer."""
+def _ask_hub(name: str, kind: HubKind) -> None:
+    """Raise OSError if the hub does not answer; whether it has the name the loader says, which may have a token."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=_SECONDS)
     except (HfHubHTTPError, HFValidationError):
-        return False
+        return
     # Each version of the hub's library has errors of its own for a network that is not there.
     except Exception as error:
         raise OSError(str(error)) from error
-    return True

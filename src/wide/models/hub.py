@@ -18,7 +18,7 @@ def local_folder(name: str, *, token: str | bool | None = None, cache_dir: str |
     counts. Raises AdapterError if the Hub does not answer or does not give it.
     """
     repository, _, revision = name.partition("@")
-    if Path(name).exists() or not is_repository(repository) or is_path(repository, "model"):
+    if Path(name).exists() or not is_repository(repository) or is_path(repository):
         return Path(name)
     wrong = missing_folder(repository, cache=cache_dir)
     if wrong is not None:

@@ -40,8 +40,6 @@ class RunFolder:
         shared: Let other processes that share it write there, too; each continues what it finds.
         overwrite: Replace a run that lies there; files that wide did not write are left alone.
         resumable: Whether the command has --resume, for messages.
-        defaults: What keys mean that the run to be continued does not know, having been saved before they were there;
-            nested as `config` is. None means null for all.
     """
 
     def __init__(
@@ -53,12 +51,11 @@ class RunFolder:
         overwrite: bool,
         shared: bool = False,
         resumable: bool = True,
-        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.adapter = Path(path), Path(path) / ADAPTER
         self.config, self.resume, self.is_claimed = resolved(config), resume or shared, False
         self._overwrite, self._shared, self._resumable = overwrite, shared, resumable
-        self._defaults, self._held = dict(defaults or {}), ExitStack()
+        self._held = ExitStack()
         if resume and overwrite:
             raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
         if is_main_process():
@@ -171,7 +168,6 @@ class RunFolder:
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
         now = _as_read_again(self.config)
-        before = {key: value for key, value in _as_read_again(self._defaults).items() if key in now} | before
         # What a run is called changes nothing in it.
         keys = sorted(key for key in {*before, *now} - {"output", "description"} if before.get(key) != now.get(key))
         if keys:
