@@ -99,10 +99,10 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(profiled, tmp_path, 
         (cell / "adapter").mkdir(parents=True)
     done = cells["tyr-0.5-seed17"] / "profile"
     done.mkdir()
-    (done / "endtoend.json").write_text('{"summary": []}')
+    (done / "endtoend.json").write_text('{"finished": true}')
     cut = cells["wide"] / "profile"
     cut.mkdir()
-    (cut / "endtoend.json").write_text('{"summary": [')
+    (cut / "endtoend.json").write_text('{"finished": ')
     with pytest.raises(EvaluationError, match=r"1 of 3 cells could not be timed: ddp-0.5-seed17: MemoryError"):
         profile.run(["--model", "M", "--comparison", str(tmp_path), "--text", "t.txt", "--batch", "1,64"])
     assert [out for _, out in profiled] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]

@@ -286,7 +286,7 @@ def test_the_public_doors_are_raced_as_loaded_dense_and_optimised(tmp_path):
     starts = {start["candidate"]: start for start in found["starts"]}
     assert starts["routed 0.5/0.5"]["skipped_prompt"] == pytest.approx([0.5, 0.5], abs=0.03)
     assert starts["routed 0/0"]["skipped_steps"] == [0.0, 0.0]
-    assert {entry["candidate"] for entry in found["summary"]} == {name for *_, name, _ in seen}
+    assert found["finished"]
     assert any("x1.000 dense" in line for line in said)
     assert {forward["candidate"] for forward in read_profile(tmp_path).forwards()} == {name for *_, name, _ in seen}
 
@@ -295,7 +295,7 @@ def test_the_public_doors_are_raced_as_loaded_dense_and_optimised(tmp_path):
 def test_one_door_may_be_timed_alone(tmp_path):
     found = _profiled(tmp_path, generate=3, calls="generate")[1]
     assert {record["what"] for record in found["records"]} == {"decode"}
-    assert len(found["summary"]) == len(found["first_tokens"]) == 3
+    assert len(found["first_tokens"]) == 3
 
 
 @pytest.mark.usefixtures("model")

@@ -49,7 +49,7 @@ def bench_records(folder):
         name: json.loads((folder / f"{name}.json").read_text())["records"] for name in ("operators", "attention")
     }
     sizes = [record for size in (128, 256) for record in product(size, 0.5, 80.0)]
-    skipped = {"skipped": {"attention": 0.5, "ffn": 0.5}, "ceiling": 1.9, "energy_j": 1.0}
+    skipped = {"skipped": {"attention": 0.5, "ffn": 0.5}}
     steps = [step("routed 0.5/0.5", batch, 1.5, **skipped) for batch in (1, 4)]
     naive = {"axis": "N", "size": 64, "group_size": 16, "active": 0.5, "candidate": "dense", "median_us": 5.0}
     naive |= {"active_tflops": 1.0, "peak_memory_bytes": 100, "accounted_traffic_bytes": 100.0}

@@ -120,7 +120,7 @@ def _time_cells(options: ProfileOptions, cells: Sequence[Path], words: Sequence[
 
 def _is_timed(out: Path) -> bool:
     try:
-        # The summary comes last; a file that was cut while it was written is measured again.
-        return "summary" in json.loads((out / "endtoend.json").read_text(encoding="utf-8"))
+        # This comes last; a file that was cut while it was written is measured again.
+        return "finished" in json.loads((out / "endtoend.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False

@@ -230,7 +230,7 @@ def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) ->
 
     Returns:
         Tokens/s of a whole batch, prompts included; milliseconds of a decoding step, the difference of a long batch
-        and a short one; seconds until all prompts are read.
+        and a short one.
     """
     vocabulary = candidate.model.config.vocab_size
     # As many tokens as there are steps with prompts in them, so that both batches take the same such steps.
@@ -244,11 +244,7 @@ def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) ->
             if is_timed:
                 seconds[count] = found
     step = (seconds[new] - seconds[short]) / (new - short)
-    return {
-        "tokens_per_s": requests * new / seconds[new],
-        "step_ms": step * 1e3,
-        "begin_s": seconds[short] - short * step,
-    }
+    return {"tokens_per_s": requests * new / seconds[new], "step_ms": step * 1e3}
 
 
 @torch.no_grad()

@@ -16,9 +16,8 @@ endtoend.json is written after every shape. Beside the facts of the run it holds
   (tenth and ninetieth percentiles), num_samples, speedup (over 'dense'), speedup_as_loaded, skipped (wanted; of an
   adapter measured), skipped_measured, runtime (the call) and peak_memory_bytes (weights, caches and what is computed,
   of that model alone).
-- batched, batched_gate: requests at once, prompt, generate, candidate, tokens_per_s, step_ms, begin_s, and both
-  speed-ups.
-- summary: TTFT, TPOT and TTLT (to the last token) of each candidate in milliseconds, once all is timed.
+- batched, batched_gate: requests at once, prompt, generate, candidate, tokens_per_s, step_ms, and both speed-ups.
+- finished: true, once all is timed.
 
 Candidates are interleaved and times are medians; in `generate_batch` sessions of one candidate each take turns, so that
 memory holds one cache. The model as loaded is timed at the first sparsity, and in `generate_batch` for one request, in
@@ -163,7 +162,7 @@ class _Report:
     """What endtoend.json holds, written after every shape so that a stopped run keeps what it measured."""
 
     def __init__(self, options: ProfileOptions, file: Path, say: Say) -> None:
-        self._options, self._file, self.say = options, file, say
+        self._file, self.say = file, say
         self._began = time.perf_counter()
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         self.content: dict[str, Any] = {"device": device, "torch": torch.__version__, "model": options.name}
@@ -191,8 +190,8 @@ class _Report:
         self.say(f"({time.perf_counter() - self._began:.0f} s)")
 
     def finish(self) -> bool:
-        """Write TTFT, TPOT and TTLT of each candidate; return True."""
-        self.content["summary"] = summarise(self.content, self._options.generate)
+        """Note that all is timed; return True."""
+        self.content["finished"] = True
         self._write()
         return True
 
@@ -210,31 +209,6 @@ def _line(record: Record) -> str:
     spread = f"[{record['low_us'] * _MILLI:.3f}-{record['high_us'] * _MILLI:.3f}]"
     figures = f"{record['median_us'] * _MILLI:10.3f} ms {spread:20s}"
     return f"{record['what']:11s} B={record['batch']:<3d} T={record['tokens']:<6d} {name} {figures} {', '.join(over)}"
-
-
-def summarise(content: Mapping[str, Any], generate: int) -> list[Record]:
-    """Return TTFT (first token), TPOT (each further one) and TTLT (the last) of each candidate and shape.
-
-    Args:
-        content: As endtoend.json holds it; where `generate()` was not timed, a prompt's forward stands for TTFT.
-    """
-    firsts = {
-        (r["tokens"], r["batch"], r["candidate"]): r
-        for r in [*content["records"], *content.get("first_tokens", [])]
-        if r["what"] != "decode"
-    }
-    found = []
-    for step in (record for record in content["records"] if record["what"] == "decode"):
-        prompt = step["tokens"] - generate // 2
-        first = firsts.get((prompt, step["batch"], step["candidate"]))
-        if first is None:
-            continue
-        ttft, tpot = first["median_us"] * _MILLI, step["median_us"] * _MILLI
-        times = {"ttft_ms": ttft, "tpot_ms": tpot, "ttlt_ms": ttft + (generate - 1) * tpot}
-        memory = max(first["peak_memory_bytes"], step["peak_memory_bytes"])
-        record = {"candidate": step["candidate"], "batch": step["batch"], "prompt": prompt, "generate": generate}
-        found.append(record | times | {"peak_memory_bytes": memory})
-    return found
 
 
 def _record(

@@ -155,7 +155,6 @@ def _forward(record: Row, head: Row) -> Row:
         "speedup_as_loaded": _optional(record, "speedup_as_loaded"),
         "skipped_attention": _optional(record, "skipped", "attention"),
         "skipped_ffn": _optional(record, "skipped", "ffn"),
-        "energy_j": _optional(record, "energy_j"),
         "memory_bytes": _whole(record, "peak_memory_bytes") or None,
     }
 
@@ -236,15 +235,12 @@ def _forward_rows(profile: Profile) -> list[Row]:
         size = f"G {point['group_size']}" if has_size else ""
         run = Path(point["adapter"]).parent.name if differs["adapter"] else ""
         model = point["model"] if differs["model"] else ""
-        new = point["batch"] * (point["tokens"] if point["what"] == "prefill" else 1)
         rows.append(
             {
                 "panel": ", ".join(filter(None, (model, point["what"], point["call"]))),
                 "line": ", ".join(filter(None, (point["candidate"], size, run))),
                 "size": f"{point['tokens']}{'' if point['batch'] == 1 else ' x ' + str(point['batch'])}",
                 **point,
-                # Joules of a token of the prompt, or of a new one.
-                "energy_per_token_j": None if point["energy_j"] is None else point["energy_j"] / new,
                 # The dense candidate is the line at 1.
                 "drawn": None if point["candidate"] == "dense" else point["speedup"],
             }
