@@ -101,7 +101,7 @@ def compare(
     given, lora = settings or {}, recover or RecoverConfig()
     # As the command parses and saves it.
     values = {
-        **_values(run, "report", "tensorboard", "tracker"),
+        **_values(run, "report", "tensorboard"),
         **_values(grid),
         **_values(Budget(budget=budget, budget_scale=budget_scale)),
         **{
