@@ -9,11 +9,10 @@ import yaml
 from wide.cli import compare, prune
 from wide.cli.arguments import look_ahead
 from wide.cli.main import main
-from wide.comparison.grid import Budget, GridOptions
+from wide.comparison.grid import GridOptions, as_many_tokens
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import (
-    CoopPrunerConfig,
     DDPConfig,
     DenseConfig,
     SliceGPTConfig,
@@ -203,27 +202,13 @@ STAGE = StageConfig(steps=10, batch_size=4, sequence_length=64)
 MUCH = 10**9
 
 
-def test_the_original_budget_is_what_the_settings_say_times_the_factor():
-    half = Budget(budget_scale=0.5)
-    assert Budget().of_method(SliceGPTConfig(), STAGE, MUCH) == SliceGPTConfig()
-    assert half.of_method(SliceGPTConfig(), STAGE, MUCH).num_windows == 64
-    assert half.of_method(DDPConfig(), STAGE, MUCH).steps == 500
-    assert half.of_method(CoopPrunerConfig(), STAGE, MUCH) == CoopPrunerConfig(num_masks=4000)
-    assert half.of_method(TyrConfig(), STAGE, MUCH).stage_tokens == (1024, 8192, 65536)
-    assert half.of_training(STAGE).steps == 5
-    assert Budget(budget_scale=1e-9).of_method(SliceGPTConfig(), STAGE, MUCH).num_windows == 1
-
-
 def test_the_equal_budget_is_the_text_that_routers_read():
-    equal = Budget(budget="equal")
-    slicegpt = equal.of_method(SliceGPTConfig(window_length=32), STAGE, MUCH)
-    assert slicegpt.num_windows * slicegpt.window_length == 10 * 4 * 64
-    ddp = equal.of_method(DDPConfig(batch_size=2, sequence_length=None), STAGE, MUCH)
+    ddp = as_many_tokens(DDPConfig(batch_size=2, sequence_length=None), STAGE, MUCH)
     assert ddp.steps * 2 * 64 == 10 * 4 * 64
-    assert equal.of_method(SliceGPTConfig(window_length=32), STAGE, 320).num_windows == 10
-    assert equal.of_method(DenseConfig(), STAGE, MUCH) == DenseConfig()
-    with pytest.raises(ConfigError, match="budget_scale must be above 0"):
-        Budget(budget_scale=0.0)
+    tyr = as_many_tokens(TyrConfig(window_length=32), STAGE, MUCH)
+    assert tyr.num_windows * tyr.window_length == 10 * 4 * 64
+    assert as_many_tokens(TyrConfig(window_length=32), STAGE, 320).num_windows == 10
+    assert as_many_tokens(DenseConfig(), STAGE, MUCH) == DenseConfig()
 
 
 VARIANTS = {"wide-g32": {"method": "wide", "ffn_group_size": 32}, "wide-uniform": {"method": "wide", "uniform": True}}

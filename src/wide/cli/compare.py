@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from wide.cli.arguments import Arguments, look_ahead
-from wide.comparison.grid import DENSE, OBJECTIVE, Budget, GridOptions, request
+from wide.comparison.grid import DENSE, OBJECTIVE, GridOptions, request
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import UsageError
 from wide.methods.catalogue import names
@@ -28,7 +28,6 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     )
     flags.add_fields(RunOptions, skip=("report", "tensorboard", "parallel"))
     flags.add_fields(GridOptions)
-    flags.add_fields(Budget)
     flags.add_run_switches()
     flags.add_methods(methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
     flags.add_fields(StageConfig, prefix="train", skip=("seed",))

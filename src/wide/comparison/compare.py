@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from wide.comparison.grid import DENSE, OBJECTIVE, Budget, GridOptions, method_settings, request
+from wide.comparison.grid import DENSE, OBJECTIVE, GridOptions, method_settings, request
 from wide.comparison.results import ComparisonResult, read_results
 from wide.comparison.run import ComparisonRun
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
@@ -29,7 +29,6 @@ def compare(
     objective: ObjectiveConfig | None = None,
     recover: RecoverConfig | None = None,
     budget: Literal["original", "equal"] = "original",
-    budget_scale: float = 1.0,
     held_out: str | Path | None = None,
     tokens: int | None = 65_536,
     window: int = 1024,
@@ -64,7 +63,6 @@ def compare(
         objective: Loss of methods that train routers; only weight, distillation and smoothing count.
         recover: LoRA for all rows; None leaves it out.
         budget: 'original' reads the text that each method's settings say, 'equal' as many tokens for every method.
-        budget_scale: Factor on that amount.
         held_out: Text to score; None means the documents of `data` that are held out.
         tokens: Tokens of it to score; 0 scores tasks alone, None all.
         tasks: Tasks of lm-evaluation-harness, e.g. ('piqa', 'wikitext').
@@ -92,6 +90,7 @@ def compare(
         seeds=_listed(seeds),
         shard=shard,
         keep_adapters=keep_adapters,
+        budget=budget,
     )
     run = RunOptions(model=str(model), data=str(data), output=str(output), dtype=dtype, device=device)
     scoring = EvalOptions(
@@ -103,7 +102,6 @@ def compare(
     values = {
         **_values(run, "report", "tensorboard"),
         **_values(grid),
-        **_values(Budget(budget=budget, budget_scale=budget_scale)),
         **{
             name.replace("-", "_"): _values(method_settings(name, given.get(name, {}), "settings"))
             for name in sorted({*given, *grid.methods_needed} - {DENSE})

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser
 
@@ -12,7 +12,7 @@ from wide.errors import ConfigError, UsageError, nearest
 from wide.methods.catalogue import Match, get, names
 from wide.records import Cell, Stage
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks, build, calibration_tokens
-from wide.schema import Between, Checked
+from wide.schema import Checked
 
 OBJECTIVE = ("weight", "distillation", "smoothing")
 """What of the objective can be set for every method that trains routers; the target says the rest."""
@@ -22,8 +22,6 @@ DENSE = "dense"
 _TURNS = {"longest": 1, "long": 2, "short": 3}
 # The settings that say how much of a sequence a method reads at once.
 _LENGTHS = ("window_length", "search_window_length", "sequence_length")
-# The setting that says how much a method reads, the first one that it has.
-_SIZES = ("steps", "num_masks", "num_windows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +41,10 @@ class GridOptions(Checked):
             living process holds, expensive methods first, until none is free; null runs all.
         keep_adapters: Whether adapters and checkpoints of finished cells stay; those of some methods are as large as
             the model.
+        budget: Calibration text of all rows: 'original' reads what each method's settings say, which by default is what
+            its authors read; 'equal' gives every method as many tokens of text as the training of routers reads
+            (train.steps x batch_size x sequence_length), or the whole text where that is less. How often a method reads
+            its text is its own.
     """
 
     methods: str
@@ -52,6 +54,7 @@ class GridOptions(Checked):
     seeds: int | str = 17
     shard: Literal["next"] | None = None
     keep_adapters: bool = True
+    budget: Literal["original", "equal"] = "original"
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -133,41 +136,6 @@ class GridOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Budget(Checked):
-    """Calibration text of all rows.
-
-    Args:
-        budget: 'original' reads what each method's settings say, which by default is what its authors read; 'equal'
-            gives every method as many tokens of text as the training of routers reads (train.steps x batch_size x
-            sequence_length), or the whole text where that is less. How often a method reads its text is its own.
-        budget_scale: Factor on that amount, for all methods alike.
-    """
-
-    budget: Literal["original", "equal"] = "original"
-    budget_scale: Annotated[float, Between(0, without="low", hint="1 changes nothing")] = 1.0
-
-    def of_training(self, stage: StageConfig) -> StageConfig:
-        """Return the training of routers, scaled."""
-        return replace(stage, steps=_scaled(stage.steps, self.budget_scale))
-
-    def of_method(self, settings: Any, stage: StageConfig, num_tokens: int) -> Any:
-        """Return a method's settings with this budget; `stage` is not scaled, the whole text has `num_tokens`."""
-        names = {field.name for field in fields(settings)}
-        if self.budget == "equal":
-            wanted = int(min(self.budget_scale * stage.num_tokens, num_tokens))
-            if "steps" in names:
-                length = settings.sequence_length or stage.sequence_length
-                return replace(settings, steps=max(1, wanted // (settings.batch_size * length)))
-            windows = {"num_windows": max(1, wanted // settings.window_length)} if "num_windows" in names else {}
-            return replace(settings, **windows)
-        sizes = [size for size in _SIZES if size in names][:1]
-        changed: dict[str, Any] = {size: _scaled(getattr(settings, size), self.budget_scale) for size in sizes}
-        if "stage_tokens" in names:
-            changed["stage_tokens"] = tuple(_scaled(n, self.budget_scale) for n in settings.stage_tokens)
-        return replace(settings, **changed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CompareRequest:
     """Everything that one comparison is told.
 
@@ -179,7 +147,6 @@ class CompareRequest:
 
     run: RunOptions
     grid: GridOptions
-    budget: Budget
     settings: Mapping[str, Any]
     objective: ObjectiveConfig
     stage: StageConfig
@@ -220,6 +187,17 @@ class CompareRequest:
         first = cell.method != DENSE or cell.seed == self.grid.seed_values[0]
         found = [(False, first), (True, self.recover is not None)]
         return [Stage(cell, recovered) for recovered, is_there in found if is_there]
+
+
+def as_many_tokens(settings: Any, stage: StageConfig, num_tokens: int) -> Any:
+    """Return settings with which a method reads as many tokens as the training of routers does, at most `num_tokens`."""
+    names, wanted = {field.name for field in fields(settings)}, min(stage.num_tokens, num_tokens)
+    if "steps" in names:
+        length = settings.sequence_length or stage.sequence_length
+        return replace(settings, steps=max(1, wanted // (settings.batch_size * length)))
+    if "num_windows" in names:
+        return replace(settings, num_windows=max(1, wanted // settings.window_length))
+    return settings
 
 
 def check_variants(variants: Mapping[str, Any]) -> None:
@@ -280,7 +258,6 @@ def request(values: Mapping[str, Any]) -> CompareRequest:
     return CompareRequest(
         run=build(RunOptions, values),
         grid=grid,
-        budget=build(Budget, values),
         settings=settings,
         objective=build(ObjectiveConfig, values, group="objective"),
         stage=build(StageConfig, values, group="train"),
@@ -299,7 +276,3 @@ def _number(word: str, name: str) -> float:
         return float(word)
     except ValueError as error:
         raise UsageError(f"{name} must be numbers separated by commas, got {word!r}") from error
-
-
-def _scaled(size: int, factor: float) -> int:
-    return max(1, round(size * factor))

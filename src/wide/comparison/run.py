@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.comparison.cells import RECOVERED, TRAINING, CellFolders, free_cells
-from wide.comparison.grid import DENSE, CompareRequest, GridOptions
+from wide.comparison.grid import DENSE, CompareRequest, GridOptions, as_many_tokens
 from wide.comparison.results import draw
 from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
@@ -118,14 +118,14 @@ class ComparisonRun:
                 raise type(error)(f"{cell.title}: {error}") from error
 
     def _grid_records(self) -> Iterator[Record]:
-        request, grid, budget = self._request, self._request.grid, self._request.budget
+        request, grid = self._request, self._request.grid
         facts: dict[str, Any] = {
             "LoRA": _recipe(request),
             "grid.methods": list(grid.method_names),
             "grid.sparsities": list(grid.sparsity_values),
             "grid.recovers": float(request.recover is not None),
         }
-        target = f"sparsities match {grid.match}; {budget.budget} budget x {budget.budget_scale:g}"
+        target = f"sparsities match {grid.match}; {grid.budget} budget"
         yield from self._materials.run_records(target, self._command, **facts)
 
     def _run_cells(self) -> list[bool]:
@@ -209,9 +209,11 @@ class ComparisonRun:
     def _apply(self, cell: Cell, output: Path | None) -> None:
         """Let the method of a cell decide or train; without a folder it rehearses, and nothing is compiled."""
         model, request = self._materials.model, self._request
-        stage = request.budget.of_training(replace(request.stage, seed=cell.seed))
+        stage = replace(request.stage, seed=cell.seed)
         blocks, method = self._materials.blocks(stage), get(request.grid.method_of(cell.method))
-        settings = request.budget.of_method(request.settings[cell.method], request.stage, blocks.num_tokens)
+        settings = request.settings[cell.method]
+        if request.grid.budget == "equal":
+            settings = as_many_tokens(settings, stage, blocks.num_tokens)
         if output is None:
             stage = replace(stage, compile=False)
         elif expected := expected_time(model, method, blocks, cell.sparsity, settings, stage):
