@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 COMPLETING = "_ARGCOMPLETE"
 """Set where a shell asks how a line goes on (argcomplete): the number of words before what is completed."""
-_NOT_DESCRIBED = {"model", "data", "dtype", "device", "output", "cache", "report"}
-"""Keys that no description of a recipe speaks of."""
 
 
 class _Help(argparse.HelpFormatter):
@@ -175,21 +173,10 @@ class Arguments:
                     f"{name} must not be null; give a value, or leave it out (see {self._parser.prog} --help)"
                 )
         parsed: dict[str, Any] = values.as_dict()
-        if "description" in parsed and not self._is_described(configs, flags):
+        if any(map(is_recipe, configs)) and not any(flag.startswith("--description") for flag in flags):
+            # A recipe's says what the recipe is for, not what becomes of it with other flags.
             parsed["description"] = ""
         return parsed
-
-    def _is_described(self, configs: Sequence[Path], flags: Sequence[str]) -> bool:
-        """Return whether nothing that a description was written for has been overridden since."""
-        groups = self._group_names()
-        given = [name.partition("=")[0].removeprefix("--") for name in flags if name.startswith("--")]
-        described: set[str] = set()
-        for keys in (*(_dotted(_read_yaml(path), groups) for path in configs), given):
-            if "description" in keys:
-                described = set(keys) - _NOT_DESCRIBED
-            elif described & set(keys):
-                return False
-        return True
 
     def folder(self, values: Mapping[str, Any]) -> "RunFolder":
         """Return the output folder that parsed values name, checked and not touched yet."""

@@ -190,7 +190,7 @@ class CompareRequest:
 
 
 def as_many_tokens(settings: Any, stage: StageConfig, num_tokens: int) -> Any:
-    """Return settings with which a method reads as many tokens as the training of routers does, at most `num_tokens`."""
+    """Return settings with which a method reads as many tokens as routers are trained on, at most `num_tokens`."""
     names, wanted = {field.name for field in fields(settings)}, min(stage.num_tokens, num_tokens)
     if "steps" in names:
         length = settings.sequence_length or stage.sequence_length
