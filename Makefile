@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 # One test process for each core; `make test WORKERS=0` runs all in one. Files stay whole, their fixtures are shared.
 WORKERS ?= auto
 # Bytecode of tests and package is kept, whatever the shell says: they start many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup quickstart tables test test-all test-vllm check format format-check lint types layers docs clean
 

@@ -26,11 +26,21 @@ PROSE = (
 )
 
 
+# Files that take more than ten seconds, longest first: begun last, one of them would run alone at the end.
+LONGEST = (
+    *("agreement", "engine", "parallel", "serve", "paged", "every_method", "commands", "compare", "gemm_edges", "fuzz"),
+    *("decoder", "families", "run", "plugin", "callback", "threads", "materialise_use", "static", "native_compile"),
+    *("stock_tools", "legible", "report", "profile", "glue", "attention", "house", "triton_runtime", "static_stages"),
+)
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
 def pytest_collection_modifyitems(config, items):
+    begun = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: begun.get(item.path.name, len(begun)))
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))

@@ -13,7 +13,7 @@ from wide.errors import WideError
 def test_every_public_name_resolves_and_is_documented():
     for name in wide.__all__:
         value = getattr(wide, name)
-        assert name == "__version__" or value.__doc__, name
+        assert name == "__version__" or (value.__doc__ or "").strip(), name
 
 
 def test_all_and_homes_agree():

@@ -6,9 +6,12 @@ import sys
 
 import pytest
 import torch
+from families import make, tokens
+from materialise_plans import width_plan
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import wide
+from wide.materialisation.materialise import materialise
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +35,22 @@ def test_one_import_makes_the_auto_classes_know_a_checkpoint(checkpoint):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(torch.arange(8)[None]).logits, logits)
 
 
-def test_the_stock_server_loads_a_checkpoint_where_wide_was_imported_first(checkpoint):
+def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wide_was_imported_first(
+    checkpoint, tmp_path
+):
     for name in ("fastapi", "openai", "uvicorn"):
         pytest.importorskip(name)
     folder, logits = checkpoint
+    model = make("llama", tie_word_embeddings=True)
+    plan, scales = width_plan(model, [[0, 1, 2], [1, 2, 3]], [40, 30])
+    sliced = materialise(wide.attach(model, plan, tensors=scales)).to(torch.bfloat16)
+    sliced.save_pretrained(tmp_path)
     code = (
         "import wide, json, os, torch\n"
+        "torch.set_num_threads(1)\n"
+        f"sliced = wide.load_checkpoint({str(tmp_path)!r})\n"
+        f"total = sliced(torch.tensor({tokens().tolist()})).logits.float().sum().item()\n"
+        "print(json.dumps([type(sliced).__name__, str(sliced.dtype), total]))\n"
         "from transformers.cli.serving.model_manager import ModelManager\n"
         f"model, tokenizer = ModelManager(device='cpu').load_model_and_processor({f'{folder}@main'!r})\n"
         "logits = model(torch.arange(8)[None]).logits[0, -1]\n"
@@ -46,7 +59,11 @@ def test_the_stock_server_loads_a_checkpoint_where_wide_was_imported_first(check
         "os._exit(0)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    template, last = json.loads(said)
+    of_sliced, of_server = map(json.loads, said.splitlines())
+    with torch.no_grad():
+        total = sliced(tokens()).logits.float().sum().item()
+    assert of_sliced == ["SlicedLlamaForCausalLM", "torch.bfloat16", pytest.approx(total, rel=1e-3)]
+    template, last = of_server
     assert template
     assert torch.equal(torch.tensor(last), logits[0, -1])
 

@@ -186,7 +186,9 @@ def test_the_cells_of_a_grid_are_those_of_its_comparison(program, tmp_path):
     assert found[1].words[-6:-4] == ("--config", str(CONFIGS / "seeds-fitted.yaml"))
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize(
+    "name", [name if place % 4 == 0 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(GRIDS)]
+)
 def test_the_grids_of_the_lab_benchmark_are_understood(name, capsys):
     words = ["--config", str(CONFIGS / "common.yaml"), "--config", str(CONFIGS / f"{name}.yaml"), "--output=x"]
     assert main(["compare", *words, "--print_config"]) == 0

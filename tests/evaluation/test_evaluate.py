@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from wide.data import corpus, python_docs
 from wide.data.documents import Document
 from wide.errors import ConfigError, EvaluationError
 from wide.evaluation import evaluate as evaluation
@@ -58,7 +59,10 @@ def test_a_plain_model_has_no_sparsity_and_nothing_to_compare_with(plain_model):
     assert "pruned" not in report.table()
 
 
-def test_held_out_documentation_is_the_default_text(plain_model):
+def test_held_out_documentation_is_the_default_text(plain_model, monkeypatch):
+    # Without the documentation of modules but one, which takes seconds to read.
+    monkeypatch.setattr(python_docs, "_sources", lambda root: [("json", root / "json/__init__.py")])
+    monkeypatch.setattr(corpus, "python_docs", python_docs.python_docs.__wrapped__)
     report = evaluate(plain_model, window=32, max_windows=1)
     assert report.data == "python-docs (heldout)"
     assert report.model.perplexity.tokens == 31

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from families import FAMILIES, STRAIGHT, make, stirred, tokens
+from families import FAMILIES, STRAIGHT, distinct, make, stirred, tokens
 from tables import fixed
 from transformers import (
     DynamicCache,
@@ -101,7 +101,7 @@ def test_generate_gives_the_masked_models_tokens(family, batch):
     assert model.generate(ids, **GREEDY).tolist() == wanted[0].tolist()
 
 
-@pytest.mark.parametrize("family", STRAIGHT)
+@pytest.mark.parametrize("family", distinct(STRAIGHT))
 def test_direct_calls_give_the_masked_models_logits(family):
     model, ids = routed(family), tokens(2, 12)
     left = padded(ids)

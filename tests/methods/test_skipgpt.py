@@ -106,7 +106,7 @@ def test_cached_decoding_is_the_full_forward(form, router_input):
 @pytest.mark.parametrize(
     ("row", "settings", "form", "router_input", "rank"),
     [
-        (route, SkipGPTConfig(router_rank=8), "bottleneck", "residual", 8),
+        pytest.param(route, SkipGPTConfig(router_rank=8), "bottleneck", "residual", 8, marks=pytest.mark.slow),
         (route, SkipGPTConfig(router_rank=8, uniform=True), "bottleneck", "residual", 8),
         (route_original, SkipGPTOriginalConfig(), "mlp", "layer_input", 8),
     ],

@@ -58,8 +58,8 @@ STRAIGHT: dict[str, dict[str, Any]] = {
 # Their layers are of two kinds.
 ALTERNATING = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "smollm3")
 # One of each shape of layers: packed products, norms of heads and behind sublayers, windows, caps, multipliers,
-# parallel halves, heads turned by half. Where other tests run every family, these stand for it.
-DISTINCT = ("llama", "qwen3", "gemma2", "phi3", "granite", "exaone4", "glm4", "cohere2")
+# parallel halves, heads turned by half, an FFN without a gate. Where other tests run every family, these stand for it.
+DISTINCT = ("llama", "qwen3", "gemma2", "phi3", "granite", "exaone4", "glm4", "cohere2", "apertus")
 FAMILIES = [name for name in REQUIRED + FURTHER if name in CONFIG_MAPPING]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from families import FAMILIES, make, tokens
+from families import FAMILIES, distinct, make, tokens
 from safetensors.torch import load_file, save_file
 from tiny import RandomSource
 from transformers import AutoModelForCausalLM
@@ -322,7 +322,7 @@ def test_merged_lora_cannot_be_saved_as_an_adapter(tmp_path):
         save(model, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_full_checkpoints_reload_bit_equal_through_the_auto_classes(tmp_path, family):
     model, ids = attach(make(family), CONFIG), tokens()
     attachment(model).routers()[0].threshold = 0.02

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import ALTERNATING, FAMILIES, STRAIGHT, alternating, make, tokens
+from families import ALTERNATING, FAMILIES, STRAIGHT, alternating, distinct, make, tokens
 
 from wide.config import WideConfig
 from wide.models.attach import attach, attachment, detach
@@ -79,7 +79,7 @@ def test_masked_routing_equals_the_explicit_reference_and_detach_leaves_no_trace
     assert torch.equal(model(ids).logits, dense)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_lora_merged_and_unmerged_give_the_same_logits(family):
     model, ids = attach(make(family), CONFIG), tokens()
     handle = add_lora(model, rank=2, alpha=4.0, dropout=0.1)
@@ -114,7 +114,7 @@ def test_the_routed_forward_compiles_as_one_graph(family):
             torch.testing.assert_close(compiled(ids).logits, eager, **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_gradient_checkpointing_gives_the_same_router_gradients(family):
     model, ids = attach(make(family), CONFIG), tokens()
     model.train()
@@ -132,7 +132,7 @@ def test_gradient_checkpointing_gives_the_same_router_gradients(family):
     assert all(g.abs().sum() > 0 for g in plain)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_the_loss_needs_no_full_logits(family):
     model, ids = make(family, **STRAIGHT.get(family, {})).requires_grad_(False), tokens()
     head = OutputHead(model)

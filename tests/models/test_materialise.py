@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, alternating, make, tokens
+from families import FAMILIES, alternating, distinct, make, tokens
 from materialise_plans import depth_plan, number_of_parameters, twins, width_plan
 from transformers import LlamaForCausalLM
 
@@ -53,7 +53,7 @@ def test_skipped_halves_equal_the_masked_executor(family, how):
         assert_same_function(masked, physical)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_a_layer_without_both_halves_is_deleted_and_the_model_is_an_ordinary_one(family, tmp_path):
     model = make(family, **LONGER.get(family, {"num_hidden_layers": 4}))
     masked, physical = twins(model, depth_plan([(False, False), (True, True), (True, True), (False, False)]))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from families import FAMILIES, make, tokens
+from families import FAMILIES, distinct, make, tokens
 from plans import kept_plan
 from safetensors.torch import save_file
 from torch import nn
@@ -76,7 +76,7 @@ def test_any_set_of_channels_is_a_group_and_detach_puts_every_bit_back(family):
         torch.testing.assert_close(found, logits(model, ids), **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_fused_execution_and_files_keep_the_order(family, tmp_path):
     model, orders = regrouped(family)
     ids, base = tokens(), {name: value.clone() for name, value in model.state_dict().items()}

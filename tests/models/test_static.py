@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, make, tokens
+from families import FAMILIES, distinct, make, tokens
 from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, stream_plan
 from torch.nn import functional
 
@@ -26,7 +26,7 @@ def logits(model, ids, **options):
         return model(ids, **options).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_a_layer_with_both_halves_skipped_is_no_layer_at_all(family):
     model, ids = make(family), tokens()
     names, dense = list(model.state_dict()), logits(model, ids)
@@ -212,7 +212,7 @@ def test_module_routing_with_every_form_and_input(form, router_input):
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_the_layer_input_is_the_stream_before_the_layer_for_both_halves(family):
     model, ids = make(family), tokens()
     attach(model, module_skip_plan(model, router_input="layer_input"))

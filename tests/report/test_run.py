@@ -86,8 +86,15 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
-@pytest.mark.parametrize("where", ["wide.training.stages.meet_target", "wide.runs.materials.evaluate"])
-@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        ("stage1", "wide.training.stages.meet_target"),
+        pytest.param("stage1", "wide.runs.materials.evaluate", marks=pytest.mark.slow),
+        pytest.param("stage2", "wide.training.stages.meet_target", marks=pytest.mark.slow),
+        ("stage2", "wide.runs.materials.evaluate"),
+    ],
+)
 def test_a_resume_keeps_what_was_measured_and_one_with_nothing_to_do_changes_nothing(
     stage, where, tmp_path, tiny_model_folder, prose_folder, monkeypatch, capsys
 ):

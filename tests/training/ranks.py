@@ -192,21 +192,23 @@ def _refuse_together(folder, parallel):
     (folder / f"said-{parallel.rank}.json").write_text(json.dumps(said))
 
 
-def train_all(folder, model, text):
+def train_all(folder, model, text, *, in_every_way):
     """Do what a run does to a model from beginning to end, and return what can be compared."""
     facts = {}
-    with rehearsal(model):
-        prune(model, RandomSource(), config=FITTED, stage=stage(**ONE))
+    if in_every_way:
+        with rehearsal(model):
+            prune(model, RandomSource(), config=FITTED, stage=stage(micro_batch_size=1, steps=1))
     torch.manual_seed(0)
     facts["base"] = attachment(wide.attach(model, PLAIN)).base["weight_sample"]
     joint = _joint_step(DataParallel.from_environment(torch.device("cpu")), TAUGHT, model)
     facts["step"] = torch.cat([value.flatten() for value in joint.values()]).tolist()
     detach(model)
-    facts["balanced"] = _balanced(model)
-    prune(model, RandomSource(), config=FITTED, objective=FAR, stage=stage(micro_batch_size=1, steps=1))
-    facts["fitted"] = attachment(model).provenance["prune"]["at_the_end_of_training"]["lm_loss"]
-    facts["orders"] = {name: order.tolist() for name, order in attachment(model).regrouped.orders().items()}
-    detach(model)
+    if in_every_way:
+        facts["balanced"] = _balanced(model)
+        prune(model, RandomSource(), config=FITTED, objective=FAR, stage=stage(micro_batch_size=1, steps=1))
+        facts["fitted"] = attachment(model).provenance["prune"]["at_the_end_of_training"]["lm_loss"]
+        facts["orders"] = {name: order.tolist() for name, order in attachment(model).regrouped.orders().items()}
+        detach(model)
     recomputed = stage(gradient_checkpointing=True, **ONE)
     prune(model, RandomSource(), config=PLAIN, objective=FAR, stage=recomputed, output=folder / "stage1")
     facts["dial"] = attachment(model).dial
@@ -276,7 +278,7 @@ def sharded(folder, model, rank):
         own = sum(p.to_local().numel() for p in base.parameters())
         facts = {"share": own / sum(p.numel() for p in base.parameters())}
         with small_chunks() as rows:
-            facts |= train_all(folder / kind, base, text)
+            facts |= train_all(folder / kind, base, text, in_every_way=kind == "tied")
         if kind == "untied":
             facts["others"] = others(_load(model / kind, sharded=True))
         facts["rows"] = max(rows)

@@ -92,10 +92,10 @@ def test_the_gradient_is_that_of_the_objective(padding, micro_batches, loss_of):
 def test_supervised_fine_tuning_with_routers_on(tmp_path):
     model = routed_model()
     callback = wide.RouterCallback(sparsity=0.5)
-    trainer = trainer_of(model, tmp_path / "out", callback, max_steps=40, save_steps=40, lr_scheduler_type="constant")
+    trainer = trainer_of(model, tmp_path / "out", callback, max_steps=28, save_steps=28, lr_scheduler_type="constant")
     trainer.train()
     logs = [line for line in trainer.state.log_history if "sparsity" in line]
-    assert len(logs) == 40
+    assert len(logs) == 28
     assert sum(line["sparsity"] for line in logs[-8:]) / 8 == pytest.approx(0.5, abs=0.08)
     facts = attachment(model).provenance["prune"]
     assert facts["inference"]["sparsity"] == pytest.approx(0.5, abs=0.1)
@@ -105,7 +105,7 @@ def test_supervised_fine_tuning_with_routers_on(tmp_path):
     ids = batch().input_ids
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model.eval()(ids).logits)
-    assert attachment(wide.load_checkpoint(tmp_path / "out" / "checkpoint-40")).routers()
+    assert attachment(wide.load_checkpoint(tmp_path / "out" / "checkpoint-28")).routers()
     # The base was trained along, so an adapter cannot describe this model.
     with pytest.raises(NotAttachedError, match="changed since"):
         wide.save(model, tmp_path / "adapter")

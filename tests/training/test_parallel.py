@@ -42,7 +42,7 @@ def bases(tmp_path_factory, tiny_tokenizer):
         tiny_tokenizer.save_pretrained(folder / kind)
     large = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 258}
     LlamaForCausalLM(LlamaConfig(**large, num_attention_heads=4)).save_pretrained(folder / "large")
-    (folder / "text.txt").write_text("Some text that is long enough for a few windows. " * 6)
+    (folder / "text.txt").write_text("Some text that is long enough for a few windows. " * 3)
     return folder
 
 
@@ -66,7 +66,8 @@ def alone(tmp_path_factory, bases):
         patch.setattr(inference_target, "_MIN_TOKENS", 64)
         for kind in ("tied", "untied"):
             base = ranks._load(bases / kind, sharded=False)
-            facts[kind] = ranks.train_all(folder / kind, base, (bases / "text.txt").read_text())
+            text = (bases / "text.txt").read_text()
+            facts[kind] = ranks.train_all(folder / kind, base, text, in_every_way=kind == "tied")
         facts["others"] = ranks.others(ranks._load(bases / "untied", sharded=False))
         ranks.part_of_run(folder / "elastic", bases, sharded=False, resume=False)
     return folder, facts
@@ -136,12 +137,13 @@ def test_a_shared_base_is_trained_as_a_whole_one(found, alone, kind):
         assert of_rank["types"] == ["torch.float32"]
         # Of a micro-batch of 16 tokens, the logits of so many exist at a time.
         assert of_rank["rows"] == 8
-        assert of_rank["balanced"] == pytest.approx(facts[kind]["balanced"], rel=1e-2, abs=1e-2)
         assert of_rank["step"] == pytest.approx(facts[kind]["step"], rel=1e-4, abs=1e-6)
-        for name in ("base", "orders", "generated"):
+        for name in ("base", "generated", *(["orders"] if kind == "tied" else [])):
             assert of_rank[name] == facts[kind][name], name
-        for name in ("fitted", "perplexity", "merged"):
+        for name in ("perplexity", "merged", *(["fitted"] if kind == "tied" else [])):
             assert of_rank[name] == pytest.approx(facts[kind][name], rel=1e-4), name
+        if kind == "tied":
+            assert of_rank["balanced"] == pytest.approx(facts[kind]["balanced"], rel=1e-2, abs=1e-2)
         torch.testing.assert_close(
             torch.tensor(of_rank["dial"]), torch.tensor(facts[kind]["dial"]), rtol=1e-2, atol=1e-2
         )

@@ -38,8 +38,8 @@ def router_values(model):
 @pytest.mark.parametrize("small", [0, 1 << 30], ids=["each layer", "all layers at once"])
 def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small, monkeypatch):
     monkeypatch.setattr(modes, "_SMALL_LAYER", small)
-    changes = {"steps": 5, "temperature_start": 4.0}
-    plain, model = routed_model(num_hidden_layers=3), routed_model(num_hidden_layers=3)
+    changes = {"steps": 3, "temperature_start": 4.0}
+    plain, model = routed_model(), routed_model()
     trainer(plain, **changes).train()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
