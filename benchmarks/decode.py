@@ -26,6 +26,11 @@ GROUP_HEADS = (1, 2, 4, 8, 16, 32)
 """Query heads of a group."""
 _LONG = ((32, 4096), (8, 32768))
 _MORE = ((1, 4096), (1, 32768), (4, 4096))
+# Tiles of the Triton kernel (`DecodeTile`) that are worth trying, the likeliest first.
+_TILES: tuple[Tile, ...] = (
+    (64, 2, 2, 4, 3), (64, 2, 2, 4, 2), (64, 2, 1, 4, 5), (64, 2, 3, 4, 2), (128, 2, 1, 4, 3), (128, 2, 1, 8, 3),
+    (128, 2, 2, 8, 2), (32, 2, 3, 4, 4), (32, 2, 4, 4, 3), (64, 2, 2, 8, 3), (64, 2, 3, 2, 2),
+)  # fmt: skip
 
 
 def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterator[Race]:
@@ -37,14 +42,7 @@ def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterato
         device: Where.
     """
     for batch, length in _LONG if quick else (*_LONG, *_MORE):
-        yield decode_race(batch, length, active, _tiles(device, quick=quick), device=device)
-
-
-def _tiles(device: torch.device, *, quick: bool) -> list[Tile]:
-    """Return the tiles of the Triton kernel that are worth trying."""
-    shape = DecodeShape(torch.bfloat16, HEAD_DIM, QUERY_HEADS // KV_HEADS)
-    found = BACKENDS.candidates(shape, device, quick=quick, names=["triton"])
-    return list(dict.fromkeys(candidate.tile for _, candidate in found))
+        yield decode_race(batch, length, active, _TILES[:4] if quick else _TILES, device=device)
 
 
 def decode_race(batch: int, length: int, active: float, tiles: Sequence[Tile], *, device: torch.device) -> Race:

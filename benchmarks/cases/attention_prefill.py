@@ -38,11 +38,6 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     }
     skipped = ~mask.repeat_interleave(num_heads // sizes["num_groups"], 2)
     arguments["q"][skipped] = float("nan")
-    if sizes.get("padding", 0):
-        starts = (torch.arange(batch, device=device) * sizes["padding"]).clamp_max(sizes["key_len"]).int()
-        padding = torch.arange(sizes["key_len"], device=device) < starts[:, None]
-        arguments["k"][padding] = arguments["v"][padding] = float("nan")
-        arguments["starts"] = starts
     if sizes.get("requests"):
         arguments["runs"] = _runs(num_queries, sizes["key_len"], sizes["requests"], device)
     return arguments
@@ -71,9 +66,9 @@ _HEADS = "num_query_heads", "num_kv_heads", "num_groups"
 
 
 def _case(lengths: tuple[int, int], heads: tuple[int, int, int], head_dim: int, **more: Any) -> Case:
-    names = ("batch", "query_len", "key_len", *_HEADS, "head_dim", "padding", "requests")
-    edges = [more.pop(name, 0) for name in ("padding", "requests")]
-    return make_case(names, (1 if edges[1] else 2, *lengths, *heads, head_dim, *edges), **more)
+    names = ("batch", "query_len", "key_len", *_HEADS, "head_dim", "requests")
+    requests = more.pop("requests", 0)
+    return make_case(names, (1 if requests else 2, *lengths, *heads, head_dim, requests), **more)
 
 
 ATTENTION_PREFILL = Operator(
@@ -88,11 +83,10 @@ ATTENTION_PREFILL = Operator(
         _case((64, 64), (4, 2, 4), 96, zero_skipped=True),
         _case((127, 127), (8, 2, 2), 64),
         _case((17, 80), (6, 2, 2), 64),
-        _case((40, 40), (4, 2, 2), 64, padding=19),
-        _case((40, 73), (4, 2, 2), 64, padding=33, window=21),
+        _case((40, 73), (4, 2, 2), 64, window=21),
         _case((127, 127), (2, 1, 1), 64, window=8, active=0.9),
         _case((33, 50), (2, 1, 2), 64, soft_cap=2.0, scale=0.3),
-        _case((20, 33), (3, 1, 1), 64, padding=5),
+        _case((20, 33), (3, 1, 1), 64),
         _case((20, 20), (2, 1, 1), 256, active=0.7),
         _case((50, 50), (12, 4, 6), 64, dtype=torch.float32),
         _case((30, 45), (14, 2, 1), 64, active=0.3),

@@ -8,11 +8,30 @@ import torch
 
 from benchmarks.cases.contract import Operator, make_case, named, random_mask, random_values, relative_error
 from benchmarks.cases.linear_int8 import in_int8
-from wide.kernels.gemm_mn.op import BACKENDS, MnShape, gemm_mn
+from wide.kernels.gemm_mn.op import BACKENDS, MnShape, finish_dense, gemm_mn
 from wide.kernels.linear_int8 import quantise_int8
 from wide.kernels.reorder import reorder
 from wide.kernels.reordering import Reordering
 from wide.kernels.tuning import Case
+
+
+@BACKENDS.register("dense")
+def _dense(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    _: Reordering,
+    *,
+    up_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute every channel with the library's GEMM, whose rounding and time others are compared with."""
+    values = torch.nn.functional.linear(x, weight, bias)
+    if up_weight is not None:
+        values = torch.cat((values, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
+    return finish_dense(values, activation, mask, gated=up_weight is not None)
 
 
 def _shape(case: Case) -> MnShape:

@@ -29,7 +29,7 @@ HEADS = {"NUM_UNITS": 8, "NUM_GROUPS": 8, "NUM_KV_HEADS": 8, "HEADS": 4}
 def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = False) -> dict[str, Any]:
     """Compile prefill attention with its default tile.
 
-    `edges` asks for window, padding and soft cap; `runs` for runs and soft cap, since runs exclude the others.
+    `edges` asks for window and soft cap; `runs` for runs and soft cap, since runs exclude the others.
     """
     tile = prefill.default_tile(facts, head_dim, uses_tma=facts.capability in (90, 100))
     block_d = triton.next_power_of_2(head_dim)
@@ -39,7 +39,6 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = F
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "HAS_WINDOW": edges,
-        "HAS_STARTS": edges,
         "HAS_CAP": edges or runs,
         "HAS_RUNS": runs,
         "USES_TMA": tile.uses_tma,

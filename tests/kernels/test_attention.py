@@ -57,9 +57,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 )
 def test_prefill_does_not_depend_on_the_tile(tile: PrefillTile) -> None:
     q, k, v = _values(2, 50, 6, 64), _values(2, 61, 2, 64, seed=1), _values(2, 61, 2, 64, seed=2)
-    starts = torch.tensor([0, 21], dtype=torch.int32, device=DEVICE)
-    options: dict[str, Any] = {"starts": starts, "window": 30}
-    k[1, :21] = v[1, :21] = float("nan")
+    options: dict[str, Any] = {"window": 30}
     mask = _mask(2, 50, 2)
     got = _prefill(q, k, v, mask, tile=tile, **options)
     torch.testing.assert_close(got, _prefill(q, k, v, mask, **options), **CLOSE)
@@ -80,17 +78,6 @@ def test_chunks_give_what_the_whole_prompt_gives() -> None:
     first = _prefill(q[:, :19], k[:, :19], v[:, :19], mask[:, :19])
     second = _prefill(q[:, 19:], k, v, mask[:, 19:])
     torch.testing.assert_close(torch.cat([first, second], 1), whole, **CLOSE)
-
-
-def test_left_padding_changes_nothing() -> None:
-    q, k, v = _values(1, 25, 4, 64), _values(1, 25, 2, 64, seed=1), _values(1, 25, 2, 64, seed=2)
-    mask = _mask(1, 25, 2)
-    bare = _prefill(q, k, v, mask)
-    padding = torch.full((1, 7, 4, 64), float("nan"), dtype=torch.float16, device=DEVICE)
-    padded = [torch.cat([padding[:, :, : t.shape[2]], t], 1) for t in (q, k, v)]
-    skipped = torch.cat([torch.zeros(1, 7, 2, dtype=torch.bool, device=DEVICE), mask], 1)
-    starts = torch.tensor([7], dtype=torch.int32, device=DEVICE)
-    torch.testing.assert_close(_prefill(*padded, skipped, starts=starts)[:, 7:], bare, **CLOSE)
 
 
 def test_decode_is_the_last_row_of_prefill() -> None:

@@ -228,7 +228,7 @@ def test_refusals_name_value_and_way_out() -> None:
         gemm_mn(x.half(), weight, order, backend="triton")
     with pytest.raises(UnsupportedBackendError, match="no backend 'cutlass'"):
         gemm_mn(x, weight, order, backend="cutlass")
-    with pytest.raises(UnsupportedBackendError, match="choose backend='torch' or 'dense'"):
+    with pytest.raises(UnsupportedBackendError, match="choose backend='torch'"):
         gemm_mn(x, values(GROUPS * 6, DEPTH), order, backend="triton")
     patterns = reorder_patterns(mask, groups_per_block=2, backend="triton")
     with pytest.raises(ShapeError, match="contiguous rows"):

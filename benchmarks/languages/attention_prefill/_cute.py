@@ -57,7 +57,6 @@ def attention_prefill(
     index: torch.Tensor,
     counts: torch.Tensor,
     *,
-    starts: torch.Tensor | None,
     runs: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
@@ -74,5 +73,5 @@ def attention_prefill(
     out = new(q.shape, dtype=q.dtype, device=q.device)
     run = function(SOURCE, q.device, **variant(chosen, q.dtype, head_dim))
     options = window or 0, soft_cap is not None, *score_factors(scale, soft_cap, head_dim)
-    run(q, k, v, out, index, counts, starts, runs, units.num_units, *options)
+    run(q, k, v, out, index, counts, None, runs, units.num_units, *options)
     return out

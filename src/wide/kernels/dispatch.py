@@ -158,14 +158,12 @@ class Backends:
         """Return why a backend does not run a shape on a device, or None."""
         return self.missing(name, device, shape.dtype) or self.misfit(name, shape)
 
-    def candidates(
-        self, shape: Shape, device: torch.device, *, quick: bool, names: Iterable[str] | None = None
-    ) -> Iterator[tuple[str, Candidate]]:
+    def candidates(self, shape: Shape, device: torch.device, *, quick: bool) -> Iterator[tuple[str, Candidate]]:
         """Yield what tuning tries on a device, few candidates of each backend first, with the name of the backend.
 
-        If `quick` is true these few are all. The backends are those in `names`, or all but the reference and 'dense'.
+        If `quick` is true these few are all. The backends are all but the reference and 'dense'.
         """
-        tried = [name for name in self if name not in ("torch", "dense")] if names is None else list(names)
+        tried = [name for name in self if name not in ("torch", "dense")]
         fitting = [name for name in tried if self.obstacle(name, device, shape) is None]
         for few in (True,) if quick else (True, False):
             for name in fitting:

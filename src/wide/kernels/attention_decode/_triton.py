@@ -15,7 +15,6 @@ import triton.language as tl
 from wide.kernels.attention_decode.op import BACKENDS
 from wide.kernels.attention_inputs import HeadUnits, score_factors
 from wide.kernels.device import DeviceFacts, device_facts, halves_only, triton_obstacle
-from wide.kernels.dispatch import listed
 
 # Rows of the smallest matrix fragment.
 _MIN_ROWS = 16
@@ -38,16 +37,6 @@ class DecodeTile(NamedTuple):
     programs_per_sm: int
     num_warps: int
     num_stages: int
-
-
-_TILES = tuple(
-    DecodeTile(block_n=n, min_blocks=2, programs_per_sm=p, num_warps=w, num_stages=s)
-    for n, p, w, s in (
-        (64, 2, 4, 3), (64, 2, 4, 2), (64, 1, 4, 5), (64, 3, 4, 2), (128, 1, 4, 3), (128, 1, 8, 3), (128, 2, 8, 2),
-        (32, 3, 4, 4), (32, 4, 4, 3), (64, 2, 8, 3), (64, 3, 2, 2),
-    )
-)  # fmt: skip
-candidates = listed(_TILES, few=4)
 
 
 def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTile:
@@ -253,7 +242,7 @@ def _merge_parts(
     tl.store(OUT + row * D + offsets_d, acc.to(OUT.dtype.element_ty), mask=offsets_d < D)
 
 
-@BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only, candidates=candidates)
+@BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
 def attention_decode(
     q: torch.Tensor,
     k: torch.Tensor,

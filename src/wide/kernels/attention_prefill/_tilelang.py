@@ -49,7 +49,6 @@ def attention_prefill(
     index: torch.Tensor,
     counts: torch.Tensor,
     *,
-    starts: torch.Tensor | None,
     runs: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
@@ -81,13 +80,12 @@ def attention_prefill(
         head_dim=head_dim,
         dtype=str(q.dtype).removeprefix("torch."),
         factors=score_factors(scale, soft_cap, head_dim),
-        has=(starts is not None, runs is not None, soft_cap is not None),
+        has=(runs is not None, soft_cap is not None),
         window=window or 0,
         # Warps share out whole fragments of rows.
         tile=(block_m, chosen.block_n, min(chosen.num_warps, block_m // 16), chosen.num_stages),
     )
-    firsts = counts.view(-1)[: counts.shape[0]] if starts is None else starts
-    run(q, k, v, out, index, counts, firsts, index[0, :1] if runs is None else runs)
+    run(q, k, v, out, index, counts, index[0, :1] if runs is None else runs)
     return out
 
 
@@ -100,7 +98,7 @@ def make_attention_prefill(
     head_dim: int,
     dtype: str,
     factors: tuple[float, float, float],
-    has: tuple[bool, bool, bool],
+    has: tuple[bool, bool],
     window: int,
     tile: tuple[int, int, int, int],
 ) -> Any:
@@ -113,7 +111,7 @@ def make_attention_prefill(
     heads = num_heads // num_units
     tokens = block_m // heads
     scale, cap_in, cap_out = factors
-    has_starts, has_runs, has_cap = has
+    has_runs, has_cap = has
     by_tma, ahead = is_for_hopper(), stages_ahead(num_stages)
     # Warps that load gather queries, too, each as many as the others: 4 more than 8 take half as many rows again.
     gathered = block_m * 3 // 2 if by_tma and num_warps == 8 else block_m
@@ -127,7 +125,6 @@ def make_attention_prefill(
         OUT: T.Tensor((batch, num_queries, num_heads, head_dim), dtype),
         INDEX: T.Tensor((batch, num_groups, num_queries), "int32"),
         COUNTS: T.Tensor((batch, num_groups), "int32"),
-        STARTS: T.Tensor((batch,), "int32"),
         RUNS: T.Tensor((1 + has_runs, num_queries), "int32"),
     ):
         with T.Kernel(num_units, T.ceildiv(num_queries, tokens), batch, threads=32 * num_warps) as (unit, place, b):
@@ -171,9 +168,6 @@ def make_attention_prefill(
                 else:
                     end = latest + shift + 1
                     end_full = earliest + shift + 1
-                    if has_starts:
-                        begin = STARTS[b]
-                        begin_full = begin
                     if window:
                         begin = T.max(begin, end_full - window)
                         begin_full = T.max(begin_full, end - window)
@@ -191,7 +185,7 @@ def make_attention_prefill(
                         highs[i] = RUNS[1, token]
                     else:
                         highs[i] = token + shift + 1
-                        lows[i] = STARTS[b] if has_starts else 0
+                        lows[i] = 0
                         if window:
                             lows[i] = T.max(lows[i], token + shift + 1 - window)
                 T.fill(top, _LOWEST)
@@ -228,7 +222,7 @@ def make_attention_prefill(
                     # Places that hold no key of the tile may hold anything, and 0 * NaN is NaN.
                     if by_tma:
                         T.copy(V[b, n : n + block_n, kv_head, :], v)
-                        if has_starts or has_runs:
+                        if has_runs:
                             if (n < begin) | (n + block_n > end):
                                 for i, j in T.Parallel(block_n, head_dim):
                                     v[i, j] = T.if_then_else((n + i >= begin) & (n + i < end), v[i, j], 0)

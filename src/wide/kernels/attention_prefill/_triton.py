@@ -128,7 +128,6 @@ def _attention_prefill(
     OUT,
     INDEX,
     COUNTS,
-    STARTS,
     RUNS,
     stride_qb,
     stride_qt,
@@ -157,7 +156,6 @@ def _attention_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_RUNS: tl.constexpr,
     USES_TMA: tl.constexpr,
@@ -203,13 +201,11 @@ def _attention_prefill(
         first_position = tl.load(RUNS + T_q + first_token) - 1
         last_position = tl.load(RUNS + T_q + last_token) - 1
     first = 0
-    if HAS_STARTS:
-        first = tl.load(STARTS + b)
-    low = first
-    low_full = first
+    low = 0
+    low_full = 0
     if HAS_WINDOW:
-        low = tl.maximum(first, first_position - window + 1)
-        low_full = tl.maximum(first, last_position - window + 1)
+        low = tl.maximum(0, first_position - window + 1)
+        low_full = tl.maximum(0, last_position - window + 1)
     if HAS_RUNS:
         low = tl.load(RUNS + first_token)
         low_full = tl.load(RUNS + last_token)
@@ -232,10 +228,10 @@ def _attention_prefill(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Blocks with an element-wise mask, then without, then with one again.
     middle = low
-    if HAS_STARTS or HAS_WINDOW or HAS_RUNS:
+    if HAS_WINDOW or HAS_RUNS:
         middle = tl.minimum(tl.cdiv(low_full, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
     high_full = tl.maximum(high_full, middle)
-    for phase in tl.static_range(0 if HAS_STARTS or HAS_WINDOW or HAS_RUNS else 1, 3):
+    for phase in tl.static_range(0 if HAS_WINDOW or HAS_RUNS else 1, 3):
         begin = low if phase == 0 else (middle if phase == 1 else high_full)
         end = middle if phase == 0 else (high_full if phase == 1 else high)
         for n in tl.range(begin, end, BLOCK_N):
@@ -266,7 +262,7 @@ def _attention_prefill(
                 D, BLOCK_N, BLOCK_D, phase != 1, USES_TMA,
             )  # fmt: skip
             if phase != 1 and USES_TMA:
-                # Padding may hold anything, and 0 * NaN is NaN.
+                # What no row sees may hold anything, and 0 * NaN is NaN.
                 real = (n + offsets_n >= first) & (n + offsets_n < end_of_keys)
                 v = tl.where(real[:, None], v, tl.zeros_like(v))
             acc = tl.dot(weights.to(v.dtype), v, acc)
@@ -284,7 +280,6 @@ def attention_prefill(
     index: torch.Tensor,
     counts: torch.Tensor,
     *,
-    starts: torch.Tensor | None,
     runs: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
@@ -310,7 +305,6 @@ def attention_prefill(
         out,
         index,
         counts,
-        counts if starts is None else starts,
         counts if runs is None else runs,
         *q.stride()[:3],
         *k.stride()[:3],
@@ -331,7 +325,6 @@ def attention_prefill(
         BLOCK_M=block_m,
         BLOCK_N=chosen.block_n,
         HAS_WINDOW=window is not None,
-        HAS_STARTS=starts is not None,
         HAS_CAP=soft_cap is not None,
         HAS_RUNS=runs is not None,
         USES_TMA=bool(chosen.uses_tma),

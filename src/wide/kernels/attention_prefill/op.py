@@ -38,7 +38,6 @@ def attention_prefill(
     v: torch.Tensor,
     reordering: SequenceReordering,
     *,
-    starts: torch.Tensor | None = None,
     runs: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -56,10 +55,9 @@ def attention_prefill(
         k: Keys, [B, T_k, H_k, d]; a head-major cache goes in as a transposed view.
         v: Values, as `k`.
         reordering: Executing tokens of each (sequence, group); N_G groups of H_q / N_G neighbouring heads.
-        starts: First real key of each sequence (left padding), int32 [B]; None = 0.
         runs: First key that each query sees, and the place behind its last one, int32 [2, T_q], neither ever falling:
-            queries and keys of several sequences one behind the other. Wants B = 1, no `starts` and no window (which
-            the first keys can hold). None = causal.
+            queries and keys of several sequences one behind the other. Wants B = 1 and no window (which the first
+            keys can hold). None = causal.
         window: Keys that a query sees at most, itself included (sliding window); None = all.
         soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
         scale: Factor of the scores; None = 1 / sqrt(d).
@@ -79,17 +77,16 @@ def attention_prefill(
         raise ShapeError(f"{_NAME} wants q [B, T_q, H_q, d], got {tuple(q.shape)}")
     index, counts = reordering
     check_keys_and_values(_NAME, q, k, v)
-    check_tensor(_NAME, "starts", starts, torch.int32, q.shape[:1])
     check_score_options(_NAME, window, soft_cap, scale)
     check_tensor(_NAME, "index", index, torch.int32, (q.shape[0], counts.shape[-1], q.shape[1]))
     check_tensor(_NAME, "counts", counts, torch.int32, index.shape[:2])
     check_tensor(_NAME, "runs", runs, torch.int32, (2, q.shape[1]))
     units = HeadUnits(num_query_heads=q.shape[2], num_kv_heads=k.shape[2], num_groups=counts.shape[1])
-    if runs is not None and (q.shape[0] != 1 or starts is not None or window is not None):
-        raise ShapeError(f"{_NAME}: runs want a batch of 1 (got {q.shape[0]}), no starts and no window")
+    if runs is not None and (q.shape[0] != 1 or window is not None):
+        raise ShapeError(f"{_NAME}: runs want a batch of 1 (got {q.shape[0]}) and no window")
     if runs is None and k.shape[1] < q.shape[1]:
         raise ShapeError(f"{_NAME}: {q.shape[1]} causal queries need at least as many keys, got {k.shape[1]}")
     shape = PrefillShape(q.dtype, q.shape[3], units.heads_per_unit)
-    options: dict[str, Any] = {"starts": starts, "runs": runs, "window": window, "zero_skipped": zero_skipped}
+    options: dict[str, Any] = {"runs": runs, "window": window, "zero_skipped": zero_skipped}
     options |= {"soft_cap": soft_cap, "scale": scale, "tile": tile}
     return BACKENDS.run(backend, q.device, shape, q, k, v, index, counts, **options)

@@ -22,7 +22,6 @@ def attention_prefill_reference(
     index: torch.Tensor,
     counts: torch.Tensor,
     *,
-    starts: torch.Tensor | None = None,
     runs: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -34,26 +33,21 @@ def attention_prefill_reference(
     num_queries, num_keys, num_heads = q.shape[1], k.shape[1], q.shape[2]
     per_kv_head = num_heads // k.shape[2]
     keys = torch.arange(num_keys, device=q.device)
-    first = torch.zeros(q.shape[0], device=q.device) if starts is None else starts
-    real = keys >= first[:, None]  # [B, T_k]
+    positions = torch.arange(num_queries, device=q.device)[:, None] + (num_keys - num_queries)
+    seen = keys <= positions  # [T_q, T_k]
     if runs is not None:
-        real = ((keys >= runs[0][:, None]) & (keys < runs[1][:, None])).any(0, keepdim=True)
-    # Padding may hold anything, and 0 * NaN is NaN.
-    values = torch.where(real[:, :, None, None], v.float(), 0.0).repeat_interleave(per_kv_head, 2)
+        seen = (keys >= runs[0][:, None]) & (keys < runs[1][:, None])
+    # Places that no query sees may hold anything, and 0 * NaN is NaN.
+    values = torch.where(seen.any(0)[:, None, None], v.float(), 0.0).repeat_interleave(per_kv_head, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float().repeat_interleave(per_kv_head, 2))
     scores = scores * (q.shape[3] ** -0.5 if scale is None else scale)
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    positions = torch.arange(num_queries, device=q.device)[:, None] + (num_keys - num_queries)
-    seen = keys <= positions
-    if runs is not None:
-        seen = (keys >= runs[0][:, None]) & (keys < runs[1][:, None])
     if window is not None:
         seen = seen & (keys > positions - window)
-    seen_by = (seen & real[:, None, :]).unsqueeze(1)  # [B, 1, T_q, T_k]
-    weights = torch.softmax(scores.masked_fill(~seen_by, float("-inf")), dim=-1)
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
     # A query that sees no key attends to nothing.
-    weights = weights.masked_fill(~seen_by.any(-1, keepdim=True), 0.0)
+    weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
     mask = executed(index, counts, num_queries).repeat_interleave(num_heads // counts.shape[1], 2)
     return torch.where(mask.unsqueeze(-1), out, 0.0).to(q.dtype)

@@ -72,7 +72,6 @@ def gemm_mn(
         scale: Of int8 weights, float32 [N].
         up_scale: Of int8 weights of gated FFNs, float32 [N].
         dtype: Of the result and the biases of int8 rows.
-        backend: A registered name; 'dense' computes everything.
         tile: The backend's own, such as `MnTile`; None takes a default for the device.
 
     Returns:
@@ -98,25 +97,6 @@ def gemm_mn(
 
 
 BACKENDS.register("torch")(gemm_mn_reference)
-
-
-@BACKENDS.register("dense")
-def _dense(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    _: Reordering,
-    *,
-    up_weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    up_bias: torch.Tensor | None,
-    activation: str,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """Compute every channel with the library's GEMM; the candidate that skipping must beat."""
-    values = torch.nn.functional.linear(x, weight, bias)
-    if up_weight is not None:
-        values = torch.cat((values, torch.nn.functional.linear(x, up_weight, up_bias)), 1)
-    return finish_dense(values, activation, mask, gated=up_weight is not None)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, num_groups: int, index: torch.Tensor) -> None:
