@@ -12,7 +12,7 @@ from wide.kernels.route.reference import margins
 from wide.kernels.route.weights import split_weights
 from wide.kernels.tuning import Case
 
-# Margins closer to the threshold than this, of the mean, may fall on either side.
+# Margins closer to 0 than this, of the mean, may fall on either side.
 _NEAR = 1e-3
 _SIZES = ("num_rows", "width", "rank", "num_groups")
 _case = functools.partial(make_case, _SIZES)
@@ -31,7 +31,6 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     return {
         "x": random_values(case, (rows, width), device, salt=1),
         "weights": weights,
-        "threshold": case.options.get("threshold", 0.0),
     } | ({"beside": True} if case.options.get("beside") else {})
 
 
@@ -48,8 +47,8 @@ def _build_norm(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _flips(x: torch.Tensor, arguments: Mapping[str, Any], got: torch.Tensor) -> float:
-    """Return the share of decisions that differ although their margin is not near the threshold."""
-    margin = margins(x, arguments["weights"]) - arguments["threshold"]
+    """Return the share of decisions that differ although their margin is not near 0."""
+    margin = margins(x, arguments["weights"])
     wrong = (got != (margin >= 0)) & (margin.abs() > _NEAR * margin.abs().mean())
     return wrong.float().mean().item()
 
@@ -73,10 +72,10 @@ ROUTE = Operator(
     backends=BACKENDS,
     cases=(
         _case((1, 64, 4, 8)),
-        _case((3, 200, 16, 7), has_bias=True, threshold=0.3),
+        _case((3, 200, 16, 7), has_bias=True),
         _case((17, 256, 32, 112)),
         _case((70, 136, 5, 1), has_bias=True),
-        _case((33, 128, 16, 20), dtype=torch.float32, threshold=-0.2),
+        _case((33, 128, 16, 20), dtype=torch.float32),
         _case((1, 136, 16, 9), beside=True),
         _case((8, 256, 32, 112), has_bias=True, beside=True),
     ),
@@ -92,7 +91,7 @@ NORM_ROUTE = Operator(
         _case((1, 64, 4, 8)),
         _case((4, 300, 16, 140), has_addend=True, has_bias=True),
         _case((2, 256, 32, 9), has_addend=True, unit_offset=True, reads_residual=True),
-        _case((3, 128, 16, 20), dtype=torch.float32, has_addend=True, threshold=-0.2),
+        _case((3, 128, 16, 20), dtype=torch.float32, has_addend=True),
         _case((16, 200, 8, 12), has_addend=True),
         _case((5, 128, 64, 140), has_bias=True),
     ),

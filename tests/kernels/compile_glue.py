@@ -18,7 +18,7 @@ HALF = dict.fromkeys(
     ("ADDEND", "WEIGHT", "TOTAL", "NORMED", "DOWN"),
     "*bf16",
 )
-FLOATS = dict.fromkeys(("DIFFERENCE", "OFFSET", "PARTIAL"), "*fp32") | dict.fromkeys(("threshold", "eps"), "fp32")
+FLOATS = dict.fromkeys(("DIFFERENCE", "OFFSET", "PARTIAL"), "*fp32") | {"eps": "fp32"}
 TYPES = (
     HALF
     | FLOATS
@@ -49,10 +49,10 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
     for num_rows in (16, 8192, 16384):
         tile = route.default_tile(facts, num_rows)
-        names = {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g, "PRECISION": "ieee"}
+        names = {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g}
         yield build(route._route, target, router | names, tile.num_warps, tile.num_stages, **TYPES)
     split = {"BLOCK_G": 128, "BLOCK_M": route.SMALLEST_BLOCK, "BLOCK_K": 256, "SHARE": 256, "NUM_SHARES": 16}
-    yield build(route._route_split, target, router | split | {"BLOCK_S": 16, "PRECISION": "ieee"}, 4, 3, **TYPES)
+    yield build(route._route_split, target, router | split | {"BLOCK_S": 16}, 4, 3, **TYPES)
     few = {"BLOCK_D": 4096, "BLOCK_G": 128, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
     flags = {"HAS_NORM": True, "HAS_ADDEND": True, "UNIT_OFFSET": False, "READS_RESIDUAL": False}
     yield build(route._route_few, target, router | few | flags, 4, 3, **TYPES)

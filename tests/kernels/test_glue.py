@@ -116,8 +116,8 @@ def test_programs_that_share_out_channels_decide_as_whole_ones(
     up = torch.randn(2 * num_groups, rank, device=DEVICE)
     weights = split_weights(torch.randn(rank, width, device=DEVICE), up, None, dtype=torch.float16)
     x = torch.randn(num_rows, 2 * width, device=DEVICE).half()[:, :width]
-    whole = _triton.route_many(x, weights, threshold=0.1, tile=_triton.RouteTile(16, 32, 32, 4, 3))
-    assert torch.equal(_triton.route_split(x, weights, threshold=0.1), whole)
+    whole = _triton.route_many(x, weights, tile=_triton.RouteTile(16, 32, 32, 4, 3))
+    assert torch.equal(_triton.route_split(x, weights), whole)
     assert not weights.counter.any()
 
 
@@ -136,8 +136,8 @@ def test_padding_executes_nothing_and_executing_pairs_of_other_rows_are_counted(
         "many": functools.partial(_triton.route_many, tile=_triton.RouteTile(16, 32, 32, 4, 3)),
     }
     run = ways.get(way) or functools.partial(route, backend="torch" if way == "torch" else "triton")
-    mask = run(x, weights, threshold=0.1, padding=padding, counts=counts)
-    assert torch.equal(mask, run(x, weights, threshold=0.1) & ~padding[:, None])
+    mask = run(x, weights, padding=padding, counts=counts)
+    assert torch.equal(mask, run(x, weights) & ~padding[:, None])
     assert counts.tolist() == [7 + int(mask.sum()), 5 + int((~padding).sum())]
 
 

@@ -58,7 +58,6 @@ def route(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    threshold: float,
     beside: bool,
     padding: torch.Tensor | None,
     counts: torch.Tensor | None,
@@ -67,10 +66,10 @@ def route(
     extras: dict[str, Any] = {"padding": padding, "counts": counts}
     tile = default_tile(device_facts(x.device), x.shape[0])
     if x.shape[0] <= MAX_FEW_ROWS and not beside:
-        return _few(x, None, weights, addend=None, threshold=threshold, **extras)[2]
+        return _few(x, None, weights, addend=None, **extras)[2]
     if x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
-        return route_split(x, weights, threshold=threshold, **extras)
-    return route_many(x, weights, threshold=threshold, tile=tile, **extras)
+        return route_split(x, weights, **extras)
+    return route_many(x, weights, tile=tile, **extras)
 
 
 @NORM_BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
@@ -80,14 +79,13 @@ def norm_route(
     weights: RouteWeights,
     *,
     addend: torch.Tensor | None,
-    threshold: float,
     eps: float,
     unit_offset: bool,
     reads_residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `norm_route_reference` in one kernel; sums exist with an addend."""
     options: dict[str, Any] = {"eps": eps, "unit_offset": unit_offset, "reads_residual": reads_residual}
-    return _few(x, weight, weights, addend=addend, threshold=threshold, **options)
+    return _few(x, weight, weights, addend=addend, **options)
 
 
 @triton.jit
@@ -99,7 +97,6 @@ def _route(
     MASK,
     PADDING,
     COUNTS,
-    threshold,
     M,
     stride_xm,
     D: tl.constexpr,
@@ -113,7 +110,6 @@ def _route(
     HAS_OFFSET: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (rows < M)[:, None]
@@ -135,7 +131,7 @@ def _route(
         else:
             values = tl.load(x + ks[None, :], mask=in_rows & (ks < D)[None, :], other=0.0)
             weights = tl.load(down + ks[:, None], mask=in_lanes[None, :] & (ks < D)[:, None], other=0.0)
-        acc = tl.dot(values, weights, acc, input_precision=PRECISION)
+        acc = tl.dot(values, weights, acc, input_precision="ieee")
     for g in range(0, NUM_GROUPS, BLOCK_G):
         groups = g + tl.arange(0, BLOCK_G)
         in_groups = (groups < NUM_GROUPS)[None, :]
@@ -147,7 +143,7 @@ def _route(
         margin = tl.dot(acc, difference, input_precision="tf32x3")
         if HAS_OFFSET:
             margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
-        executes = (margin >= threshold) & is_real & in_groups
+        executes = (margin >= 0.0) & is_real & in_groups
         to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
         tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
         if HAS_COUNTS:
@@ -167,7 +163,6 @@ def _route_split(
     MASK,
     PADDING,
     COUNTS,
-    threshold,
     M,
     stride_xm,
     D: tl.constexpr,
@@ -184,7 +179,6 @@ def _route_split(
     HAS_OFFSET: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
     share = tl.program_id(1)
@@ -202,7 +196,7 @@ def _route_split(
         own = share * SHARE + k + tl.arange(0, BLOCK_K)
         values = tl.load(x + own[None, :], mask=in_rows & (own < D)[None, :], other=0.0)
         weights = tl.load(down + own[:, None], mask=in_places & (own < D)[:, None], other=0.0)
-        acc = tl.dot(values, weights, acc, input_precision=PRECISION)
+        acc = tl.dot(values, weights, acc, input_precision="ieee")
     whole = tl.sum(tl.reshape(acc, [BLOCK_M, PARTS, BLOCK_R]), 1)
     SIZE: tl.constexpr = BLOCK_M * BLOCK_R
     partial = PARTIAL + tile * NUM_SHARES * SIZE
@@ -228,7 +222,7 @@ def _route_split(
             margin = tl.dot(total, difference, input_precision="tf32x3")
             if HAS_OFFSET:
                 margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
-            executes = (margin >= threshold) & is_real & in_groups
+            executes = (margin >= 0.0) & is_real & in_groups
             to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
             tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
             if HAS_COUNTS:
@@ -253,7 +247,6 @@ def _route_few(
     MASK,
     PADDING,
     COUNTS,
-    threshold,
     eps,
     stride_xm,
     stride_ym,
@@ -335,7 +328,7 @@ def _route_few(
             margin = tl.sum(difference * bottleneck[None, :], 1)
             if HAS_OFFSET:
                 margin += tl.load(OFFSET + g + groups, mask=in_groups, other=0.0)
-            executes = (margin >= threshold) & is_real & in_groups
+            executes = (margin >= 0.0) & is_real & in_groups
             tl.store(MASK + wide_row * NUM_GROUPS + g + groups, executes.to(tl.uint8), mask=in_groups)
             if HAS_COUNTS:
                 tl.atomic_add(COUNTS, tl.sum(executes.to(tl.int32), 0))
@@ -348,7 +341,6 @@ def route_many(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    threshold: float,
     tile: RouteTile,
     padding: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
@@ -366,7 +358,6 @@ def route_many(
         mask.view(torch.uint8),
         mask if padding is None else padding.view(torch.uint8),
         counter if counts is None else counts,
-        threshold,
         num_rows,
         x.stride(0),
         D=width,
@@ -380,7 +371,6 @@ def route_many(
         HAS_OFFSET=offset is not None,
         HAS_PADDING=padding is not None,
         HAS_COUNTS=counts is not None,
-        PRECISION="ieee",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -391,7 +381,6 @@ def route_split(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    threshold: float,
     padding: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -416,7 +405,6 @@ def route_split(
         mask.view(torch.uint8),
         mask if padding is None else padding.view(torch.uint8),
         counter if counts is None else counts,
-        threshold,
         num_rows,
         x.stride(0),
         D=width,
@@ -433,7 +421,6 @@ def route_split(
         HAS_OFFSET=offset is not None,
         HAS_PADDING=padding is not None,
         HAS_COUNTS=counts is not None,
-        PRECISION="ieee",
         num_warps=min(16, max(4, block_r // 8)),
     )
     return mask
@@ -445,7 +432,6 @@ def _few(
     weights: RouteWeights,
     *,
     addend: torch.Tensor | None,
-    threshold: float,
     eps: float = 0.0,
     unit_offset: bool = False,
     reads_residual: bool = True,
@@ -476,7 +462,6 @@ def _few(
         mask.view(torch.uint8),
         mask if padding is None else padding.view(torch.uint8),
         counter if counts is None else counts,
-        threshold,
         eps,
         x.stride(0),
         x.stride(0) if addend is None else addend.stride(0),

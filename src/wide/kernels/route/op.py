@@ -26,18 +26,16 @@ def route(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    threshold: float = 0.0,
     beside: bool = False,
     padding: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     backend: str,
 ) -> torch.Tensor:
-    """Return which groups each row executes, bool [M, N_G]: margin >= threshold.
+    """Return which groups each row executes, bool [M, N_G]: margin >= 0.
 
     Args:
         x: Hidden states, [M, D], last stride 1.
         weights: Of the router, made with `split_weights` for the dtype of `x`.
-        threshold: In logits.
         beside: Whether another kernel runs at the same time: then few programs count for more than the time they take.
         padding: Rows that execute nothing and do not count, bool [M].
         counts: Pairs that execute and rows, int32 [2], to which those of this call are added. As the weights' counter,
@@ -52,7 +50,7 @@ def route(
     _check(x, weights)
     check_tensor("route", "padding", padding, torch.bool, x.shape[:1])
     check_tensor("route", "counts", counts, torch.int32, (2,))
-    options: dict[str, Any] = {"threshold": threshold, "beside": beside, "padding": padding, "counts": counts}
+    options: dict[str, Any] = {"beside": beside, "padding": padding, "counts": counts}
     return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weights, **options)
 
 
@@ -62,7 +60,6 @@ def norm_route(
     weights: RouteWeights,
     *,
     addend: torch.Tensor | None = None,
-    threshold: float = 0.0,
     eps: float = 1e-6,
     unit_offset: bool = False,
     reads_residual: bool = False,
@@ -74,7 +71,6 @@ def norm_route(
         x: Residual stream, [M, D] with M in 1..16, last stride 1.
         weight: Of the norm, [D].
         addend: Output of the sublayer before, as `x`.
-        threshold: In logits.
         unit_offset: Whether the norm's factor is 1 + weight (Gemma).
         reads_residual: Whether the router reads the sum instead of the normed rows.
 
@@ -82,7 +78,7 @@ def norm_route(
         ShapeError: If tensors do not fit.
         UnsupportedBackendError: If the backend cannot run here.
     """
-    total, normed, mask = _norm_route(x, weight, addend, weights, threshold, eps, unit_offset, reads_residual, backend)
+    total, normed, mask = _norm_route(x, weight, addend, weights, eps, unit_offset, reads_residual, backend)
     return (x if addend is None else total), normed, mask
 
 
@@ -111,7 +107,6 @@ def _norm_route(
     weight: torch.Tensor,
     addend: torch.Tensor | None,
     weights: RouteWeights,
-    threshold: float,
     eps: float,
     unit_offset: bool,
     reads_residual: bool,
@@ -121,6 +116,6 @@ def _norm_route(
     if not 1 <= x.shape[0] <= MAX_FEW_ROWS:
         raise ShapeError(f"norm_route takes 1 to {MAX_FEW_ROWS} rows, got {x.shape[0]}; use rms_norm, then route")
     check_norm("norm_route", x, weight, addend)
-    options: dict[str, Any] = {"addend": addend, "threshold": threshold, "eps": eps}
-    options |= {"unit_offset": unit_offset, "reads_residual": reads_residual}
+    options: dict[str, Any] = {"addend": addend, "eps": eps, "unit_offset": unit_offset}
+    options["reads_residual"] = reads_residual
     return NORM_BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weight, weights, **options)

@@ -18,14 +18,13 @@ def route_reference(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    threshold: float,
     beside: bool = False,
     padding: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return which rows execute which groups, bool [M, N_G]; arguments as in `route`."""
     del beside
-    mask = margins(x, weights) >= threshold
+    mask = margins(x, weights) >= 0
     real = torch.ones(len(x), dtype=torch.bool, device=x.device) if padding is None else ~padding
     mask &= real[:, None]
     if counts is not None:
@@ -39,7 +38,6 @@ def norm_route_reference(
     weights: RouteWeights,
     *,
     addend: torch.Tensor | None,
-    threshold: float,
     eps: float,
     unit_offset: bool,
     reads_residual: bool,
@@ -47,4 +45,4 @@ def norm_route_reference(
     """Norm, then decide; arguments as in `norm_route`."""
     total, normed = rms_norm_reference(x, weight, addend=addend, eps=eps, unit_offset=unit_offset)
     summed = x if addend is None else total
-    return total, normed, route_reference(summed if reads_residual else normed, weights, threshold=threshold)
+    return total, normed, route_reference(summed if reads_residual else normed, weights)

@@ -17,7 +17,7 @@ class RouteWeights(NamedTuple):
     Args:
         down: Bottleneck matrix, [2 * r, D] for float16 and bfloat16 inputs, [r, D] for float32 ones.
         difference: Execute row minus skip row of the second matrix, float32 [N_G, r].
-        offset: Execute bias minus skip bias, float32 [N_G]; None without bias.
+        offset: Execute bias minus skip bias, less the threshold, float32 [N_G]; None where both are 0.
         counter: int32 [NUM_COUNTERS], zero between calls: programs that share out channels count themselves here, so
             calls with the same weights must follow each other on one stream.
     """
