@@ -153,7 +153,7 @@ WRITTEN: dict[str, tuple[Operator, Case]] = {
     "decode": (ATTENTION_DECODE, _case(_DECODE)),
     "padded decode": (ATTENTION_DECODE, _case({**_DECODE, "padding": 3}, window=100, soft_cap=2.0)),
     "prefill": (ATTENTION_PREFILL, _case(_PREFILL)),
-    "capped prefill": (ATTENTION_PREFILL, _case(_PREFILL, window=100, soft_cap=2.0)),
+    "windowed prefill": (ATTENTION_PREFILL, _case(_PREFILL, window=100)),
     "packed prefill": (ATTENTION_PREFILL, _case({**_PREFILL, "batch": 1, "head_dim": 256, "requests": 3})),
     "one row": (GEMV_MN, _case({"num_rows": 1, "num_groups": 4, "group_size": 128, "width_in": 4096}, is_gated=True)),
     "four rows": (GEMV_MN, _case({"num_rows": 4, "num_groups": 4, "group_size": 128, "width_in": 4096}, is_gated=True)),
