@@ -1,5 +1,6 @@
 """What the plug-in runs on a GPU, through reference operators and Triton's interpreter: products, pages, prompts."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from torch.nn import functional
 
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import WEIGHTS
+from wide.kernels.dispatch import Backends
 from wide.kernels.linear_int8 import MAX_ROWS, quantise_int8
 from wide.kernels.route import split_weights
 from wide.kernels.route.reference import margins
@@ -15,7 +17,10 @@ from wide.kernels.route.reference import margins
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.forward_context import override_forward_context
 
-from wide.vllm import operators, pages
+from wide.grouping import Grouping
+from wide.plan import Routed
+from wide.vllm import operators, pages, sublayers, warming
+from wide.vllm.limits import Pruning
 from wide.vllm.pages import _Implementation, split_step
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 16, 48
@@ -190,6 +195,84 @@ def test_no_layer_of_a_step_reads_from_the_device(layer, queries, cached, monkey
         monkeypatch.setattr(_Implementation, "_plan", refuse)
 
 
+def size_of(number):
+    """Return what Triton tells apart of a size."""
+    return number if number == 1 else number % 16 == 0
+
+
+def form_of(value):
+    """Return what of an argument a compiled kernel depends on."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0, *map(size_of, value.shape)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple(map(form_of, value))
+    return value if isinstance(value, str | bool | None) else type(value)
+
+
+@pytest.mark.parametrize("form", ["model", "w8a8"])
+def test_requests_run_nothing_that_was_not_run_before(layer, form, monkeypatch):
+    for name, value in (("world_size", 1), ("rank", 0)):
+        monkeypatch.setattr(sublayers, f"get_tensor_model_parallel_{name}", lambda value=value: value)
+    monkeypatch.setattr(operators, "table_of", lambda *_: OperatorTable.fixed("torch"))
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "1")
+    for name in ("attention_decode", "attention_prefill", "reorder_sequences", "clear_skipped"):
+        run = getattr(pages, name)
+        monkeypatch.setattr(pages, name, lambda *a, run=run, **k: run(*a, **k | {"backend": "torch"}))
+    layer.sliding_window, width = (-1, -1), HEADS * DIM
+
+    def linear(*shape):
+        weight, scale, _ = stored(torch.randn(shape), form)
+        return SimpleNamespace(weight=weight, weight_scale=scale, bias=None, input_size=shape[1], tp_rank=0, tp_size=1)
+
+    pruning = Pruning(plan=None, thresholds={}, executed=0.5, weights=form)
+    ffn = SimpleNamespace(gate_up_proj=linear(192, HIDDEN), down_proj=linear(HIDDEN, 96), act_fn=None)
+    attention = SimpleNamespace(
+        qkv_proj=linear(2 * width, HIDDEN), o_proj=linear(HIDDEN, width), rotary_emb=None, q_size=width,
+        attn=SimpleNamespace(impl=layer), kv_size=width // 2, head_dim=DIM, num_kv_heads=KV_HEADS,
+    )  # fmt: skip
+    layers = []
+    kinds = (sublayers.FeedForward, ffn, 96, 6), (sublayers.Attention, attention, width, 2)
+    for kind, dense, channels, groups in kinds:
+        routed = Routed(grouping=Grouping(channels, channels // groups), rank=8)
+        made = kind(dense, routed, 0.0, pruning)
+        torch.nn.init.normal_(made.wide_router.down)
+        torch.nn.init.normal_(made.wide_router.up)
+        made.wide_router.prepare()
+        made.skips, made.kind = True, groups
+        layers.append(made)
+    seen, run = set(), Backends.run
+
+    def note(self, name, device, shape, *arguments, **options):
+        known = tuple((key, form_of(value)) for key, value in sorted(options.items()))
+        seen.add((self.operator, name, tuple(map(form_of, arguments)), known))
+        if self.operator.startswith("attention"):
+            return torch.zeros_like(arguments[0])
+        return run(self, name, device, shape, *arguments, **options)
+
+    monkeypatch.setattr(Backends, "run", note)
+    most, draw = 640, random.Random(0)
+    warming.warm(torch.nn.ModuleList(layers), most)
+    before = set(seen)
+    assert len(before) > 20
+    for _ in range(25):
+        queries = [1] * draw.randrange(4) + [draw.randrange(2, 200) for _ in range(draw.randrange(4))] or [1]
+        cached = [draw.choice((0, 16, 40)) for _ in queries] if draw.random() < 0.5 else [0] * len(queries)
+        lengths = [new + old for new, old in zip(queries, cached, strict=True)]
+        step, rows = metadata(lengths, queries, torch.zeros(len(queries), 20).int()), sum(queries)
+        context = SimpleNamespace(is_padding=torch.zeros(rows, dtype=torch.bool))
+        with override_forward_context(context):
+            x = torch.randn(rows, HIDDEN)
+            layers[0].output(x)
+            mask, qkv = layers[1].queries(x)
+            heads = [part.unflatten(1, (-1, DIM)) for part in qkv.split(layers[1].widths, dim=-1)]
+            kv = torch.zeros(1, 64, KV_HEADS, 2 * DIM).transpose(1, 2)
+            out = torch.empty(rows, HEADS, DIM)
+            if layer._step(kv, mask, step) is not None:
+                layer.forward(None, *heads, kv, step, out, mask)
+            layers[1].output(out.flatten(1), mask)
+    assert not seen - before, sorted(map(str, seen - before))[:4]
+
+
 def test_layers_with_other_windows_do_not_share_a_step(layer):
     known = metadata([300, 300], [300, 300], torch.zeros(2, 20).int())
     found = []
@@ -223,6 +306,7 @@ def test_vllm_says_which_rows_are_padding(monkeypatch):
         monkeypatch.setattr(model, name, lambda *_: None)
     monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
+    config.scheduler_config = SimpleNamespace(max_num_batched_tokens=8)
     type("Pruned", (model._Pruned, Dense), {})(vllm_config=config)
     # Without this the marks of its warming up stay: all rows.
     assert envs.VLLM_MOE_SKIP_PADDING

@@ -8,6 +8,7 @@ vLLM finds `plugin.register` through the entry point `vllm.general_plugins`. Not
     backend     other families and static checkpoints, by vLLM's Transformers backend
     sublayers   the modules that take their place: router, FFN, attention
     int8        weights in int8
+    warming     what requests will run, once before
     tally       what was skipped, counted on the device and logged
     pages       attention over vLLM's pages
     operators   operators of torch that are opaque to vLLM's compiler: what runs depends on the number of rows

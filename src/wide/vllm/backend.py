@@ -50,7 +50,7 @@ class WideTransformersForCausalLM(Reporting, TransformersForCausalLM):
                     if router.decides:
                         _mask(found, last, router)
         quantise_linears(self, pruning.weights)
-        self.tally = Tally(self)
+        self.tally, self.most_rows = Tally(self), vllm_config.scheduler_config.max_num_batched_tokens
 
 
 def _mask(sublayer: nn.Module, last: nn.Module, router: Router) -> None:
@@ -72,7 +72,7 @@ def _mask(sublayer: nn.Module, last: nn.Module, router: Router) -> None:
     last.register_forward_pre_hook(clear)
 
 
-class SlicedTransformersForCausalLM(TransformersForCausalLM):
+class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
     """A static checkpoint of `wide export`, each of whose layers has its own numbers of heads and channels."""
 
     supports_lora = False
@@ -84,6 +84,7 @@ class SlicedTransformersForCausalLM(TransformersForCausalLM):
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         quantise_linears(self, read_weights(config))
+        self.tally, self.most_rows = Tally(self), vllm_config.scheduler_config.max_num_batched_tokens
 
     def _create_hf_to_vllm_mapper(self) -> None:
         # The first thing that the backend does with its model, whose layers are still those of transformers.

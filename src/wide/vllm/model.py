@@ -29,6 +29,7 @@ class _Pruned(Reporting):
         exchange(self.model.layers, pruning)  # type: ignore[attr-defined]
         quantise_linears(self, pruning.weights)  # type: ignore[arg-type]
         self.tally = Tally(self)  # type: ignore[arg-type]
+        self.most_rows = vllm_config.scheduler_config.max_num_batched_tokens
 
 
 class WideLlamaForCausalLM(_Pruned, LlamaForCausalLM):

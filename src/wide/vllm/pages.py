@@ -5,6 +5,7 @@ FlashAttention, and stays it wherever nothing is won; there, skipped heads are s
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from wide.kernels.reorder import reorder_sequences
 _PAGE = 64
 # Every program of a step counts all (sequence, unit) pairs in its registers.
 _MAX_PAIRS = 16384
+# Single tokens of a step that are run before a server answers.
+_MOST_TOKENS = 1024
 # Bytes of keys and values that a step gathers at most: vLLM does not count them.
 _MOST_GATHERED = 1 << 29
 
@@ -145,6 +148,31 @@ class _Implementation(FlashAttentionImpl):
             order = reorder_sequences(mask[None], backend="triton")
             out.copy_(attention_prefill(q[None], k[None], v[None], order, **step.prompts)[0])
         return output
+
+    def warm(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+        """Run steps of so many rows [M, H, d]: prompts, with and without cached keys and single tokens, and tokens."""
+        rows, page = len(q), torch.zeros(1, _PAGE, k.shape[1], 2 * self.head_size, dtype=k.dtype, device=k.device)
+        steps: list[tuple[list[int], int]] = [([rows], 0), ([rows], 16), ([rows], 17)]
+        steps += [([rows // 2, rows - rows // 2], 0)] if rows > 1 else []
+        steps += [([1] * ahead + [rows - ahead], more) for ahead in (1, 16) for more in (0, 16, 17) if rows > ahead + 1]
+        steps += [([1] * rows, 16)] if rows <= _MOST_TOKENS else []
+        # Rows of vLLM's table of pages are of any length, which kernels tell apart.
+        for queries, cached, odd in ((*step, odd) for step in steps for odd in (0, 1) if odd == 0 or step[0][0] == 1):
+            counts, ahead = torch.tensor(queries), int((torch.tensor(queries) != 1).long().argmax())
+            ahead = rows if max(queries) == 1 else ahead
+            # All keys lie on one page, which the whole table names.
+            lengths = (counts + cached).int()
+            known = SimpleNamespace(num_actual_tokens=rows, ahead=ahead, max_query_len=max(queries), shared=None)
+            known.keys = int(lengths[ahead:].sum()) if cached else 0
+            known.max_seq_len, known.seq_lens = int(lengths.max()), lengths.to(q.device)
+            known.query_start_loc = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(q.device)
+            wide = (known.max_seq_len // _PAGE // 16 + 1) * 16 + odd
+            known.block_table = torch.zeros(len(queries), wide, dtype=torch.int32, device=q.device)
+            out, kv_cache = torch.empty(q.shape, dtype=q.dtype, device=q.device), page.transpose(1, 2)
+            if self._step(kv_cache, mask, known) is None:
+                clear_skipped(out.flatten(1), mask, backend="triton")
+            else:
+                self.forward(torch.nn.Identity(), q, k, v, kv_cache, known, out, mask)
 
     def _step(self, kv_cache: Tensor, mask: Tensor, metadata: Any) -> "_Step | None":
         """Return what layers of one kind share in a step, None where nothing skips; the first of them works it out."""

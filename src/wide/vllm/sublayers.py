@@ -145,15 +145,24 @@ class FeedForward(nn.Module):
         if self.skips and self.decides:
             sizes = ffn_sizes(weight.shape[1], weight.shape[0] // 2, self.wide_router.num_groups, pruning.weights)
             self.wide_router.measured = TunedLayer(sizes=sizes, attention=False, ffn=True), pruning.executed
+            self.kind = sizes
+
+    def warm(self, x: Tensor) -> None:
+        """Run the operators for rows [M, D]."""
+        self.output(x)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the output [M, D] of this rank's channels alone."""
+        first, last = self.gate_up_proj, self.down_proj
+        bias = None if last.tp_rank > 0 else last.bias
+        parts = (first.weight, first.bias, scale_of(first), last.weight, bias, scale_of(last), *self.how)
+        return torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, self.wide_router.counts, *parts)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [M, D] of normed rows [M, D], of all ranks together."""
         if self.skips and self.decides:
-            first, last = self.gate_up_proj, self.down_proj
-            bias = None if last.tp_rank > 0 else last.bias
-            parts = (first.weight, first.bias, scale_of(first), last.weight, bias, scale_of(last), *self.how)
-            out = torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, self.wide_router.counts, *parts)
-            return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out
+            out = self.output(x)
+            return tensor_model_parallel_all_reduce(out) if self.down_proj.tp_size > 1 else out
         inner = self.act_fn(self.gate_up_proj(x)[0])
         if self.decides:
             inner = cleared(inner, self.wide_router(x))
@@ -198,16 +207,34 @@ class Attention(nn.Module):
         self.shape = (groups, dense.num_kv_heads, self.head_dim)
         if self.skips:
             self.wide_router.measured = TunedLayer(sizes=sizes, attention=True, ffn=False), pruning.executed
+            self.kind = sizes, self.attn.impl.sliding_window
+
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mask, bool [M, N_G], and queries, keys and values of rows [M, D]."""
+        router, first = self.wide_router, self.qkv_proj
+        parts = (*router.weights, router.counts, first.weight, first.bias, scale_of(first), *self.shape, *self.how)
+        mask, qkv = torch.ops.wide.routed_queries(x, *parts)
+        return mask[:, : self.shape[0]], qkv
+
+    def output(self, heads: Tensor, mask: Tensor) -> Tensor:
+        """Return the output [M, D] of this rank's heads alone."""
+        last = self.o_proj
+        linear = (last.weight, None if last.tp_rank > 0 else last.bias, scale_of(last))
+        return torch.ops.wide.routed_output(heads, mask, *linear, *self.shape[1:], *self.how)  # type: ignore[no-any-return]
+
+    def warm(self, x: Tensor) -> None:
+        """Run the operators for rows [M, D], in steps of all kinds."""
+        mask, qkv = self.queries(x)
+        heads = [part.unflatten(1, (-1, self.head_dim)) for part in qkv.split(self.widths, dim=-1)]
+        self.attn.impl.warm(*heads, mask)
+        self.output(heads[0].flatten(1).contiguous(), mask)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Return the output [M, D] of normed rows [M, D] at positions [M]."""
         first, last = self.qkv_proj, self.o_proj
         mask: Tensor | None = None
         if self.skips:
-            router, linear = self.wide_router, (first.weight, first.bias, scale_of(first))
-            parts = (*router.weights, router.counts, *linear, *self.shape, *self.how)
-            mask, qkv = torch.ops.wide.routed_queries(hidden_states, *parts)
-            mask = mask[:, : self.shape[0]]
+            mask, qkv = self.queries(hidden_states)
         else:
             qkv = first(hidden_states)[0]
         q, k, v = qkv.split(self.widths, dim=-1)
@@ -220,8 +247,5 @@ class Attention(nn.Module):
         if mask is None:
             heads = self.attn(q, k, v)
             return last(cleared(heads, self.wide_router(hidden_states)) if self.decides else heads)[0]
-        heads = self.attend(self.attn, q, k, v, mask)
-        bias = None if last.tp_rank > 0 else last.bias
-        linear = (last.weight, bias, scale_of(last))
-        out = torch.ops.wide.routed_output(heads, mask, *linear, *self.shape[1:], *self.how)
+        out = self.output(self.attend(self.attn, q, k, v, mask), mask)
         return tensor_model_parallel_all_reduce(out) if last.tp_size > 1 else out

@@ -10,18 +10,22 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from wide.vllm.sublayers import Router
+from wide.vllm.warming import warm
 
 _SECONDS = 10.0
 _LOGGER = logging.getLogger("vllm.wide")
 
 
 class Reporting:
-    """What a model class adds to vLLM's: `tally`, which is to be made when the routers are there."""
+    """What a model class adds to vLLM's: `tally` and `most_rows` of a step, to be set when the routers are there."""
 
     tally: "Tally"
+    most_rows: int
 
     def compute_logits(self, *arguments: Any, **options: Any) -> Any:
-        """Return logits; no graph holds this call, so that every step comes here."""
+        """Return logits; no graph holds this call, so that every step comes here, vLLM's own before all others."""
+        if self.tally.due is None:
+            warm(self, self.most_rows)  # type: ignore[arg-type]
         self.tally.report()
         return super().compute_logits(*arguments, **options)  # type: ignore[misc]
 

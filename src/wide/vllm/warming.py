@@ -1,0 +1,71 @@
+"""Runs once, before a server answers, what requests will run: then none of them waits until a kernel is compiled."""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.forward_context import override_forward_context
+from vllm.model_executor.layers.linear import LinearBase
+
+from wide.vllm.sublayers import Attention, FeedForward, scale_of
+
+_LOGGER = logging.getLogger("vllm.wide")
+
+
+def warm(model: nn.Module, most_rows: int) -> None:
+    """Run the operators of each kind of layer on a GPU, with numbers of rows that need all kernels and their variants.
+
+    Args:
+        most_rows: Tokens of a step at most.
+    """
+    started, kinds = time.monotonic(), dict[Any, nn.Module]()
+    for module in model.modules():
+        if isinstance(module, FeedForward | Attention) and module.skips and module.decides:
+            kinds.setdefault(module.kind, module)
+        elif isinstance(module, LinearBase) and scale_of(module) is not None and module.weight.is_cuda:
+            kinds.setdefault((module.weight.shape, module.bias is None, type(module)), module)
+    try:
+        for rows in rows_to_run(most_rows):
+            for module in kinds.values():
+                run(module, rows)
+    except Exception as error:
+        # Requests may do without: they compile what they need.
+        _LOGGER.warning("wide could not run its kernels before the first request: %s: %s", type(error).__name__, error)
+    if kinds:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.monotonic() - started
+        _LOGGER.info("wide ran the kernels of %d kinds of layers in %.1f s", len(kinds), seconds)
+
+
+def rows_to_run(most: int) -> list[int]:
+    """Return numbers of rows up to a largest one that meet all choices of a table and all variants of kernels.
+
+    Tables tell powers of two apart. Triton compiles one variant for sizes of 1, one for multiples of 16 and one for
+    others, and counts of tiles are such sizes as well.
+    """
+    near = {(1 << shift) + more for shift in range(most.bit_length()) for more in (-1, 0, 1, 16)}
+    return [rows for rows in sorted({*near, most - 1, most}) if 0 < rows <= most]
+
+
+def run(module: Any, rows: int) -> None:
+    """Run a layer's operators for some rows."""
+    weight: Tensor = (getattr(module, "qkv_proj", None) or getattr(module, "gate_up_proj", module)).weight
+    linear = isinstance(module, LinearBase)
+    dtype = module.params_dtype if linear else module.wide_router.dtype
+    x = torch.randn(rows, weight.shape[1], dtype=dtype, device=weight.device)
+    padding = torch.zeros(rows, dtype=torch.bool, device=weight.device)
+    with override_forward_context(_Context(padding)):
+        if linear:
+            module.quant_method.apply(module, x, module.bias)
+        else:
+            module.warm(x)
+
+
+class _Context:
+    """What operators read of vLLM's context of a step."""
+
+    def __init__(self, padding: Tensor) -> None:
+        self.is_padding = padding
