@@ -123,7 +123,11 @@ def test_experts_are_refused_other_families_run_eagerly_and_foreign_models_are_l
         ([{"channels": 96}, {"channels": 160}], {"ranks": 2}, None),
         ([{"query_heads": [0, 1]}, {"query_heads": None}], {}, None),
         ([{"query_heads": [0, 1]}, {}], {"device_type": "cuda"}, "on CPUs only"),
-        ([{"channels": 95}, {}], {"ranks": 2}, "does not divide the 95 channels of layer 0"),
+        (
+            [{"channels": 95}, {}],
+            {"ranks": 2},
+            r"does not divide the 95 channels of layer 0; sizes that do: \[1, 5, 19, 95\]",
+        ),
         ([{"query_heads": [0, 1]}, {}], {"ranks": 2}, "does not divide the 1 KV heads of layer 0"),
     ],
 )

@@ -216,4 +216,8 @@ def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
             sizes["channels"] = layer.channels
         for name, size in sizes.items():
             if size % ranks:
-                raise ConfigError(f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}")
+                fitting = [each for each in range(1, size + 1) if size % each == 0]
+                raise ConfigError(
+                    f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}; sizes that do: "
+                    f"{fitting[:12]}"
+                )
