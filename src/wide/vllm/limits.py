@@ -218,6 +218,6 @@ def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
             if size % ranks:
                 fitting = [each for each in range(1, size + 1) if size % each == 0]
                 raise ConfigError(
-                    f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}; sizes that do: "
-                    f"{fitting[:12]}"
+                    f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}; "
+                    f"sizes that do: {fitting[:12]}"
                 )
