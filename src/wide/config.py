@@ -3,8 +3,9 @@
 This file imports no torch, so that `wide --help` is quick. Each field says its unit and, where it has one, its source.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from wide.errors import ConfigError
 from wide.plan import RouterInput
@@ -75,6 +76,11 @@ class ObjectiveConfig(Checked):
     weight: NotNegative = 20.0
     distillation: Share = 0.0
     smoothing: Share = 0.0
+
+
+def recorded_objective(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objective that an adapter records, without options of earlier versions that were off."""
+    return {name: value for name, value in found.items() if value or name in ObjectiveConfig.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """`prune` and `recover`: from text to a saved adapter that skips what was asked for."""
 
+import dataclasses
 import json
 import random
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from tiny import CONFIG, RandomSource, batch, dense_model, routed_model, stage
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, recorded_objective
 from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
@@ -211,3 +212,11 @@ def test_steps_of_a_source_may_be_of_different_lengths(monkeypatch):
     monkeypatch.setattr(inference_target, "_MIN_TOKENS", 200)
     pruned = prune(dense_model(), Growing(), config=CONFIG, stage=stage(steps=2))
     assert attachment(pruned).provenance["prune"]["inference"]["tokens"] == 4 * (18 + 19 + 20)
+
+
+def test_options_of_an_earlier_version_count_only_where_they_were_on():
+    objective = ObjectiveConfig(smoothing=0.05)
+    record = dataclasses.asdict(objective) | {"ramp": 0.0, "per_token": False}
+    assert ObjectiveConfig(**recorded_objective(record)) == objective
+    with pytest.raises(TypeError, match="ramp"):
+        ObjectiveConfig(**recorded_objective(record | {"ramp": 0.5}))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.cli.arguments import Arguments
-from wide.config import ObjectiveConfig, RecoverConfig
+from wide.config import ObjectiveConfig, RecoverConfig, recorded_objective
 from wide.errors import AdapterError, ConfigError, UsageError
 from wide.runs.process import stoppable
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, build
@@ -88,5 +88,5 @@ def objective_after(name: str, sparsity: float | None) -> ObjectiveConfig:
     found = typed(dict[str, Any], config["provenance"].get("prune", {}).get("objective", {}), where)
     if "sparsity" not in found and sparsity is None:
         raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
-    objective: ObjectiveConfig = typed(ObjectiveConfig, asdict(ObjectiveConfig()) | found, where)
+    objective: ObjectiveConfig = typed(ObjectiveConfig, asdict(ObjectiveConfig()) | recorded_objective(found), where)
     return objective if sparsity is None else replace(objective, sparsity=sparsity)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
+from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
 from wide.data.batches import BatchSource
 from wide.errors import ConfigError
 from wide.models.adapter import save
@@ -274,10 +274,10 @@ def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> Obj
 
 def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
     try:
-        return ObjectiveConfig(**provenance["prune"]["objective"])
+        return ObjectiveConfig(**recorded_objective(provenance["prune"]["objective"]))
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            "this model does not record to which sparsity it was pruned; pass objective=wide.ObjectiveConfig(...)"
+            "this model records no objective that this version knows; pass objective=wide.ObjectiveConfig(...)"
         ) from error
 
 
