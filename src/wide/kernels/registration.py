@@ -44,7 +44,9 @@ def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Calla
         # Sizes are plain integers: nothing here is worth tracing for symbolic ones.
         schema = torch.library.infer_schema(run, mutates_args=tuple(mutates)).replace("SymInt", "int")
         _LIBRARY.define(name + schema)
-        torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")(on_device_of_tensors(name, run))
+        torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")(
+            on_device_of_tensors(name, run, is_operator=True)
+        )
 
         def fake(*arguments: Any, **options: Any) -> Any:
             known = flat.bind(*arguments, **options)
@@ -123,7 +125,7 @@ def _words(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def on_device_of_tensors(name: str, function: Implementation) -> Implementation:
+def on_device_of_tensors(name: str, function: Implementation, *, is_operator: bool = False) -> Implementation:
     """Return `function` with the device of its tensor arguments made current while it runs.
 
     Raises:
@@ -138,7 +140,8 @@ def on_device_of_tensors(name: str, function: Implementation) -> Implementation:
                 f"{name} wants all tensors on one device, got {sorted(map(str, devices))}; move them with .to(device)"
             )
         device, outer = next(iter(devices)), getattr(_running, "operator", False)
-        _running.operator = True
+        # What is no operator may be traced, and the operators in it with it.
+        _running.operator = outer or is_operator
         try:
             if device.type != "cuda" or device.index == torch.cuda.current_device():
                 return function(*arguments, **options)
