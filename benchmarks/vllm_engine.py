@@ -103,7 +103,7 @@ class Engine:
         if mode in ("routed", "gate", *_EIGHT_BITS):
             ids = torch.tensor(self._prompts(1, 2048), device=self.device)
             set_shares(self.masked, ids, (0.5, 0.5))
-            self.dial(None)
+            self.set_threshold(None)
         if mode in _EIGHT_BITS:
             # The engine has its own weights, and these would only fill the memory.
             _DRAWN.clear()
@@ -135,7 +135,7 @@ class Engine:
         last = self.config.vocab_size - 8
         return [[self.draw.randrange(8, last) for _ in range(max(1, length // self.scale))] for _ in range(count)]
 
-    def dial(self, threshold: float | None) -> None:
+    def set_threshold(self, threshold: float | None) -> None:
         """Give the engine's routers a threshold, or those of the masked model's; graphs read them from memory."""
         wanted = {f"{r.layer_index} {r.half_layer}": r.threshold for r in attachment(self.masked).routers()}
 
@@ -152,7 +152,7 @@ class Engine:
 
     def everything(self) -> dict[str, Any]:
         """Let all groups execute, under routers that decide."""
-        self.dial(float("-inf"))
+        self.set_threshold(float("-inf"))
         return {}
 
     # Answers.
@@ -172,11 +172,11 @@ class Engine:
 
     def all_layers(self, tokens: int = 16) -> dict[str, Any]:
         """Compare with the dense model, in all layers, where routers let everything execute."""
-        self.dial(float("-inf"))
+        self.set_threshold(float("-inf"))
         found = self._compare(
             self._ask([self._prompts(1, each)[0] for each in (1, 600, 1100, 4096)], tokens), "all layers"
         )
-        self.dial(None)
+        self.set_threshold(None)
         # Log probabilities of random weights spread by 1.3.
         return found | {"green": found["median_from_dense"] < 0.1 and found["mean_from_dense"] < 0.2}
 

@@ -125,7 +125,7 @@ def prose_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def short_calibration():
-    """Make the dial from little text: thousands of tiny batches would take most of the time of tests of commands."""
+    """Calibrate from little text: thousands of tiny batches would take most of the time of tests of commands."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
         yield

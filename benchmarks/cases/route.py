@@ -31,7 +31,7 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     return {
         "x": random_values(case, (rows, width), device, salt=1),
         "weights": weights,
-    } | ({"beside": True} if case.options.get("beside") else {})
+    } | ({"overlaps": True} if case.options.get("overlaps") else {})
 
 
 def _build_norm(case: Case, device: torch.device) -> dict[str, Any]:
@@ -76,8 +76,8 @@ ROUTE = Operator(
         _case((17, 256, 32, 112)),
         _case((70, 136, 5, 1), has_bias=True),
         _case((33, 128, 16, 20), dtype=torch.float32),
-        _case((1, 136, 16, 9), beside=True),
-        _case((8, 256, 32, 112), has_bias=True, beside=True),
+        _case((1, 136, 16, 9), overlaps=True),
+        _case((8, 256, 32, 112), has_bias=True, overlaps=True),
     ),
     build=_build,
     compare=_compare,

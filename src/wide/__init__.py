@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from wide.models.adapter import save as save
     from wide.models.attach import attach as attach
     from wide.models.attach import detach as detach
-    from wide.models.dial import set_sparsity as set_sparsity
     from wide.models.lora import merge_lora as merge_lora
     from wide.models.observe import capture_routing as capture_routing
     from wide.models.observe import force_routing as force_routing
+    from wide.models.thresholds import set_sparsity as set_sparsity
     from wide.plan import Plan as Plan
     from wide.runs.text import generate as generate
     from wide.training.callback import RouterCallback as RouterCallback
@@ -51,7 +51,7 @@ _NAMES = {
     "materialisation.materialise": ("materialise",),
     "models.adapter": ("load", "push_to_hub", "save"),
     "models.attach": ("attach", "detach"),
-    "models.dial": ("set_sparsity",),
+    "models.thresholds": ("set_sparsity",),
     "models.lora": ("merge_lora",),
     "models.observe": ("capture_routing", "force_routing"),
     "plan": ("Plan",),

@@ -174,7 +174,7 @@ def places(request, tiny_model_folder, tmp_path_factory, drawn_at_once):
     (here / "rows.csv").write_text("text,n\n" + "".join(f'"A list, of values. {n}",{n}\n' for n in range(40)))
     model = attach(AutoModelForCausalLM.from_pretrained(here / "base"), WideConfig(ffn_group_size=16, router_rank=2))
     attachment(model).provenance = {"prune": {"objective": {"sparsity": 0.5}}}
-    attachment(model).dial = [(0.2, -0.1), (0.5, 0.0), (0.7, 0.1)]
+    attachment(model).thresholds_by_sparsity = [(0.2, -0.1), (0.5, 0.0), (0.7, 0.1)]
     add_lora(model, rank=2)
     save(model.eval(), here / "adapter")
     attachment(model).lora.merge()

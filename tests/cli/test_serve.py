@@ -24,7 +24,7 @@ from wide.cli.main import main
 from wide.data.batches import TokenBatch
 from wide.data.tokenizer import load_tokenizer
 from wide.models.attach import attachment
-from wide.models.dial import calibrate_dial
+from wide.models.thresholds import calibrate_thresholds
 from wide.runs.text import own_settings
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
@@ -34,7 +34,7 @@ SECONDS = 120
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model_folder):
-    """Return a model's folder whose tokenizer has a chat template, and that of an adapter with a dial."""
+    """Return a model's folder whose tokenizer has a chat template, and that of a calibrated adapter."""
     base, adapter = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("adapter")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     tokenizer = load_tokenizer(tiny_model_folder)
@@ -44,7 +44,7 @@ def folders(tmp_path_factory, tiny_model_folder):
     torch.manual_seed(0)
     wide.attach(model, wide.WideConfig(ffn_group_size=16, router_rank=4))
     ids = torch.randint(2, 258, (4, 64))
-    calibrate_dial(model, [TokenBatch(input_ids=ids, labels=ids, valid=torch.ones_like(ids, dtype=torch.bool))])
+    calibrate_thresholds(model, [TokenBatch(input_ids=ids, labels=ids, valid=torch.ones_like(ids, dtype=torch.bool))])
     wide.save(model, adapter)
     return base, adapter
 

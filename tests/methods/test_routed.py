@@ -84,7 +84,7 @@ def test_wide_meets_its_target_in_either_measure(match, uniform, tmp_path):
     if match == "linear_flops" and not uniform:
         assert skipped_share(model, text) == pytest.approx(0.4, abs=0.02)
     assert effort.tokens_backward == 20 * 16 * 64
-    # Every point of the dial and the threshold's check read the calibration text once.
+    # Every calibrated threshold and the threshold's check read the calibration text once.
     assert effort.tokens_forward % record["inference"]["tokens"] == 0
     # Thresholds of attention and FFN each take up to three more.
     assert 5 <= effort.tokens_forward // record["inference"]["tokens"] <= 13 + 3 * uniform

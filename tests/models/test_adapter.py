@@ -31,7 +31,7 @@ def pruned(*, lora=False):
     model = attach(make("llama"), CONFIG)
     state = attachment(model)
     state.provenance = {"stage1": {"target": 0.5}}
-    state.dial = [(0.0, float("-inf")), (0.5, 0.01)]
+    state.thresholds_by_sparsity = [(0.0, float("-inf")), (0.5, 0.01)]
     if lora:
         for parameter in add_lora(model, rank=2).parameters():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -51,7 +51,7 @@ def test_save_and_load_give_the_same_logits(tmp_path, lora):
     again = load(make("llama"), folder)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
-    assert attachment(again).dial == attachment(model).dial
+    assert attachment(again).thresholds_by_sparsity == attachment(model).thresholds_by_sparsity
     assert attachment(again).provenance == {"stage1": {"target": 0.5}}
     assert (folder / "lora").exists() == lora
     assert "library_name: wide" in (folder / "README.md").read_text()

@@ -14,8 +14,8 @@ from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, st
 from wide.config import WideConfig
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attach, attachment
-from wide.models.dial import set_sparsity
 from wide.models.observe import bypass, capture_routing, force_routing
+from wide.models.thresholds import set_sparsity
 from wide.routing import LayerRouting
 from wide.training.modes import layers_run
 

@@ -24,10 +24,10 @@ from wide.vllm.plugin import register, version_obstacle
 ROOT = Path(__file__).parents[2]
 
 
-def configuration(dial=((0.25, -1.0), (0.75, 1.0)), **changes):
+def configuration(points=((0.25, -1.0), (0.75, 1.0)), **changes):
     """Return the configuration of a tiny Llama with two groups a half, as a checkpoint's config.json holds it."""
     model = wide.attach(make("llama"), wide.WideConfig(ffn_group_size=32, attention_group_size=16))
-    attachment(model).dial = list(dial)
+    attachment(model).thresholds_by_sparsity = list(points)
     attachment(model).routers()[1].threshold = 0.25
     facts = config_of(model)
     facts["plan"]["layers"][0]["ffn"] |= changes

@@ -49,7 +49,7 @@ def checkpoint(name, folder):
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * 0.1
     state = attachment(wide.attach(model.eval(), settings))
-    state.dial = [(0.3, -0.2), (0.5, 0.0), (0.7, 0.2)]
+    state.thresholds_by_sparsity = [(0.3, -0.2), (0.5, 0.0), (0.7, 0.2)]
     for router in state.routers():
         if router.bias is not None:
             torch.nn.init.normal_(router.bias, std=0.1)

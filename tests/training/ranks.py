@@ -31,7 +31,7 @@ from wide.errors import WideError
 from wide.methods.apply import apply
 from wide.methods.catalogue import DDPConfig, DLLMConfig, SkipGPTConfig, get
 from wide.methods.method import Target
-from wide.models import dial
+from wide.models import thresholds
 from wide.models.attach import attachment, detach
 from wide.models.pretrained import load_pretrained
 from wide.training import checkpoint, inference_target, token_loss
@@ -166,7 +166,7 @@ def _calibrate(folder, parallel):
     """Write the thresholds that a process ends with where each has text of its own."""
     model = routed_model()
     inference_target.meet_target(model, own_text(parallel.rank), FAR, adjust=True, parallel=parallel)
-    (folder / f"dial-{parallel.rank}.json").write_text(json.dumps(attachment(model).dial))
+    (folder / f"thresholds-{parallel.rank}.json").write_text(json.dumps(attachment(model).thresholds_by_sparsity))
 
 
 def _refuse_together(folder, parallel):
@@ -211,7 +211,7 @@ def train_all(folder, model, text, *, in_every_way):
         detach(model)
     recomputed = stage(gradient_checkpointing=True, **ONE)
     prune(model, RandomSource(), config=PLAIN, objective=FAR, stage=recomputed, output=folder / "stage1")
-    facts["dial"] = attachment(model).dial
+    facts["dial"] = attachment(model).thresholds_by_sparsity
     recover(model, RandomSource(), objective=TAUGHT, stage=LORA, output=folder / "stage2")
     facts["types"] = sorted({str(p.dtype) for p in trainable_parameters(model, routers=True).values()})
     wide.set_sparsity(model, 0.4)
@@ -243,9 +243,9 @@ def _balanced(model):
     """Return the thresholds of attention and FFN where margins of each process but the first are other ones."""
     torch.manual_seed(0)
     wide.attach(model, PLAIN)
-    inner, processes = dial._bins, DataParallel.from_environment(torch.device("cpu"))
+    inner, processes = thresholds._bins, DataParallel.from_environment(torch.device("cpu"))
     uniform = ObjectiveConfig(sparsity=0.5, target="uniform")
-    with patch.object(dial, "_bins", lambda margin: inner(margin) + 40 * processes.rank):
+    with patch.object(thresholds, "_bins", lambda margin: inner(margin) + 40 * processes.rank):
         inference_target.meet_target(model, [batch()], uniform, adjust=True, parallel=processes)
     found = [router.threshold for router in attachment(model).routers()]
     detach(model)

@@ -99,7 +99,7 @@ def test_supervised_fine_tuning_with_routers_on(tmp_path):
     assert sum(line["sparsity"] for line in logs[-8:]) / 8 == pytest.approx(0.5, abs=0.08)
     facts = attachment(model).provenance["prune"]
     assert facts["inference"]["sparsity"] == pytest.approx(0.5, abs=0.1)
-    assert len(attachment(model).dial) > 3
+    assert len(attachment(model).thresholds_by_sparsity) > 3
     trainer.save_model(str(tmp_path / "whole"))
     again = wide.load_checkpoint(tmp_path / "whole")
     ids = batch().input_ids
@@ -136,7 +136,7 @@ def test_a_resumed_trainer_ends_as_if_it_had_not_stopped(tmp_path, wrapped):
         assert torch.equal(one, other)
     # Thresholds are calibrated on what was read before the stop, too.
     inner = [model.get_base_model() if wrapped else model for model in (first, second)]
-    assert attachment(inner[0]).dial == attachment(inner[1]).dial
+    assert attachment(inner[0]).thresholds_by_sparsity == attachment(inner[1]).thresholds_by_sparsity
     facts = [attachment(model).provenance["prune"]["inference"] for model in inner]
     assert facts[0] == facts[1]
     assert facts[0]["tokens"] == STEPS * 4 * 16

@@ -112,13 +112,13 @@ def test_processes_that_share_the_clustering_all_have_the_orders_of_one_process(
 
 
 def test_processes_with_text_of_their_own_end_with_the_thresholds_of_the_first(found):
-    dials = []
+    points = []
     for rank in range(2):
         model = routed_model()
         meet_target(model, ranks.own_text(rank), ranks.FAR, adjust=True, parallel=DataParallel())
-        dials.append([list(point) for point in attachment(model).dial])
-        assert json.loads((found / f"dial-{rank}.json").read_text()) == dials[0]
-    assert len(dials[0]) != len(dials[1])
+        points.append([list(point) for point in attachment(model).thresholds_by_sparsity])
+        assert json.loads((found / f"thresholds-{rank}.json").read_text()) == points[0]
+    assert len(points[0]) != len(points[1])
 
 
 def test_all_processes_say_why_one_of_them_cannot_go_on(found):

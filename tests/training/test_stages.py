@@ -13,7 +13,7 @@ from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
-from wide.models.dial import measure_sparsity
+from wide.models.thresholds import measure_sparsity
 from wide.training import inference_target
 from wide.training.stages import prune, recover
 from wide.training.text_source import ShiftedSource, batch_source
@@ -53,7 +53,7 @@ def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts,
     assert measure_sparsity(pruned, others, threshold) == pytest.approx(0.4, abs=0.01)
 
     again = load(model(), tmp_path / "adapter")
-    assert attachment(again).dial == attachment(pruned).dial
+    assert attachment(again).thresholds_by_sparsity == attachment(pruned).thresholds_by_sparsity
     ids = others[0].input_ids
     assert torch.equal(again(input_ids=ids).logits, pruned(input_ids=ids).logits)
     assert not pruned.training
@@ -82,7 +82,7 @@ def test_a_target_for_attention_and_ffn_each_is_met_by_a_threshold_each(texts, t
 
 
 def test_a_target_that_no_threshold_reaches_is_said(texts, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(inference_target, "calibrate_dial", lambda *given, **named: [(0.2, -1.0), (0.3, 0.0)])
+    monkeypatch.setattr(inference_target, "calibrate_thresholds", lambda *given, **named: [(0.2, -1.0), (0.3, 0.0)])
     with pytest.warns(UserWarning, match=r"reaches 20\.0% to 30\.0% here, not the target of 90\.0%: .* skip 30\.0%"):
         pruned = prune(model(), texts, sparsity=0.9, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=2))
     assert {router.threshold for router in attachment(pruned).routers()} == {0.0}

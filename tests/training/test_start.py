@@ -14,7 +14,7 @@ from wide.config import ObjectiveConfig, WideConfig
 from wide.errors import ConfigError, TrainingError
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.dial import calibrate_dial, measure_sparsity, set_sparsity
+from wide.models.thresholds import calibrate_thresholds, measure_sparsity, set_sparsity
 from wide.training import channel_groups, router_fit
 from wide.training.activations import in_passes
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
@@ -126,10 +126,10 @@ def test_fitted_routers_meet_the_target_and_skip_what_matters_least(measure):
             assert measure_sparsity(model, text, 0.0, measure=measure) == pytest.approx(0.4, abs=0.02)
             assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
             assert all(p.grad is None for p in model.parameters())
-            assert attachment(model).dial == []
+            assert attachment(model).thresholds_by_sparsity == []
             assert {router.threshold for router in attachment(model).routers()} == {0.0}
         else:
-            calibrate_dial(model, text, measure=measure, sparsities=(0.3, 0.4, 0.5))
+            calibrate_thresholds(model, text, measure=measure, sparsities=(0.3, 0.4, 0.5))
             set_sparsity(model, 0.4)
         losses[kind] = distance_from_dense(model, text)
     assert losses["fitted"] < 0.8 * losses["random"]

@@ -17,9 +17,9 @@ from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.cost import static_sparsity
-from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.lora import add_lora, merge_lora, without_lora
 from wide.models.observe import bypass, force_routing
+from wide.models.thresholds import calibrate_thresholds, set_sparsity
 from wide.plan import Dense, LayerPlan, Plan
 from wide.routing import LayerRouting
 from wide.training.modes import training_mode
@@ -78,7 +78,7 @@ def test_lora_alone_is_trained_and_what_is_pruned_stays_pruned(kind, blocks, tmp
     assert facts["inference"]["sparsity"] == before.mean
     assert facts["at_the_end_of_training"]["sparsity.mean"] == pytest.approx(before.mean)
     assert facts["at_the_end_of_training"]["sparsity.ffn"] == pytest.approx(before.ffn)
-    assert state.dial == []
+    assert state.thresholds_by_sparsity == []
     assert static_sparsity(model) == before
     assert all(torch.equal(value, constants[name]) for name, value in state.static_parameters().items())
     assert loss_of(load(dense_model(), tmp_path / "run" / "adapter")) == pytest.approx(loss_of(model))
@@ -155,7 +155,7 @@ def test_without_routers_nothing_can_be_steered_or_dialled(blocks):
     with pytest.raises(NotAttachedError, match="no routers"):
         set_sparsity(model, threshold=0.0)
     with pytest.raises(NotAttachedError, match="no routers"):
-        calibrate_dial(model, [batch()])
+        calibrate_thresholds(model, [batch()])
     fresh = dense_model()
     with pytest.raises(ConfigError, match="no router to train"):
         prune(fresh, blocks, config=skipped_plan(fresh, {(0, "ffn")}), stage=stage(steps=2))

@@ -100,7 +100,7 @@ def _stored_configuration(name: str) -> bytes | None:
 
 
 def describe_adapter(folder: Path) -> str:
-    """Return base model, plan, training, sparsity per layer, dial and file sizes of an adapter, as text."""
+    """Return base model, plan, training, sparsity per layer, thresholds and file sizes of an adapter, as text."""
     from wide.models.adapter import read_config
 
     config = read_config(folder)
@@ -112,7 +112,7 @@ def describe_adapter(folder: Path) -> str:
         *(f"  {line}" for line in config["plan"].in_words()),
         *(["  base weights replaced"] if config["has_weights"] else []),
         *_facts(config["provenance"]),
-        *_dial(config["dial"], has_routers=bool(config["thresholds"])),
+        *_thresholds(config["calibrated"], has_routers=bool(config["thresholds"])),
         *(f"  {path.relative_to(folder)!s:<34}{path.stat().st_size / 1024:>12,.1f} KiB" for path in files),
     ]
     return "\n".join(lines)
@@ -135,15 +135,15 @@ def _facts(provenance: Mapping[str, Any]) -> list[str]:
     return [f"  {line}" for line in text.splitlines()] if told else []
 
 
-def _dial(dial: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> list[str]:
+def _thresholds(calibrated: "Sequence[tuple[float, float | str]]", *, has_routers: bool) -> list[str]:
     if not has_routers:
         return ["  no routers: what it prunes is the same for every token"]
-    if not dial:
+    if not calibrated:
         return ["  no calibrated thresholds: --sparsity cannot be set"]
-    step = max(1, len(dial) // 10)
-    shown = [*dial[::step], dial[-1]] if (len(dial) - 1) % step else dial[::step]
+    step = max(1, len(calibrated) // 10)
+    shown = [*calibrated[::step], calibrated[-1]] if (len(calibrated) - 1) % step else calibrated[::step]
     points = ", ".join(f"{float(sparsity):.0%}: {float(threshold):+.3g}" for sparsity, threshold in shown)
-    return [f"  {len(dial)} calibrated thresholds, sparsity: threshold of the margin, logits", f"    {points}"]
+    return [f"  {len(calibrated)} calibrated thresholds, sparsity: threshold of the margin, logits", f"    {points}"]
 
 
 def describe_model(name: str) -> str:
@@ -213,7 +213,7 @@ def _describe_checkpoint(name: str, checked: Sequence[str]) -> str:
     if "wide" in facts:
         config = check_config(facts["wide"], f"{name}/config.json: wide")
         lines += [*(f"  {line}" for line in config["plan"].in_words()), *_facts(config["provenance"])]
-        lines += _dial(config["dial"], has_routers=bool(config["thresholds"]))
+        lines += _thresholds(config["calibrated"], has_routers=bool(config["thresholds"]))
     found = f"{len(checked)} compared with their sha256, as they were written" if checked else "no sha256 beside them"
     return "\n".join([*lines, f"  weight files: {found}"])
 

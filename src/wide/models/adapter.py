@@ -292,7 +292,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         "base": state.base,
         "plan": state.plan.to_json(),
         "thresholds": [_number_to_json(router.threshold) for router in state.routers()],
-        "dial": [[sparsity, _number_to_json(threshold)] for sparsity, threshold in state.dial],
+        "dial": [[sparsity, _number_to_json(threshold)] for sparsity, threshold in state.thresholds_by_sparsity],
         "provenance": state.provenance,
         "has_lora": state.lora is not None and not state.lora.merged,
         "has_weights": state.replaced is not None or state.originals_lost,
@@ -305,7 +305,7 @@ def apply_config(model: nn.Module, config: AdapterFacts) -> None:
     state = attachment(model)
     for router, threshold in zip(state.routers(), config["thresholds"], strict=True):
         router.threshold = float(threshold)
-    state.dial = [(sparsity, float(threshold)) for sparsity, threshold in config["dial"]]
+    state.thresholds_by_sparsity = [(sparsity, float(threshold)) for sparsity, threshold in config["dial"]]
     state.provenance = dict(config["provenance"])
 
 

@@ -74,7 +74,7 @@ class Attachment:
         handles: Hooks, removed by `detach`.
         parts: Modules and attributes that were added, removed by `detach`.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
-        dial: Calibrated thresholds as (sparsity, threshold) points, ascending; empty until calibrated.
+        thresholds_by_sparsity: (sparsity, threshold) points, ascending; empty until they are calibrated.
         engine: What `wide.optimize` put in the place of the model's forward.
     """
 
@@ -90,7 +90,7 @@ class Attachment:
     handles: list[RemovableHandle] = field(default_factory=list)
     parts: list[tuple[nn.Module, str]] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
-    dial: list[tuple[float, float]] = field(default_factory=list)
+    thresholds_by_sparsity: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
     engine: Any = None
 

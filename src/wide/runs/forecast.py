@@ -16,11 +16,11 @@ from wide.data.batches import BatchSource, TokenBatch, TokenBlocks
 from wide.evaluation.evaluate import evaluate
 from wide.methods.method import dense_plan
 from wide.models.attach import attach, attachment, plan_for
-from wide.models.dial import DEFAULT_POINTS
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import forward_without_head, judging, now
 from wide.models.pretrained import device_name
+from wide.models.thresholds import DEFAULT_POINTS
 from wide.plan import Plan
 from wide.runs.materials import ROUTING_TOKENS, Materials
 from wide.runs.process import num_processes, say

@@ -19,7 +19,6 @@ from wide.errors import DataError, MissingExtraError
 from wide.evaluation.evaluate import scored_split
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
-from wide.models.dial import set_sparsity
 from wide.models.hub import local_folder
 from wide.models.pretrained import (
     choose_device,
@@ -28,6 +27,7 @@ from wide.models.pretrained import (
     load_pretrained,
     load_skeleton,
 )
+from wide.models.thresholds import set_sparsity
 from wide.runs.folder import ADAPTER
 from wide.runs.process import num_processes, say
 from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel

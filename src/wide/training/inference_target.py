@@ -15,7 +15,13 @@ from wide.config import ObjectiveConfig
 from wide.data.batches import BatchSource, TokenBatch
 from wide.models.attach import attachment
 from wide.models.cost import Measure, static_sparsity
-from wide.models.dial import DEFAULT_POINTS, balanced_thresholds, calibrate_dial, measure_sparsity, set_sparsity
+from wide.models.thresholds import (
+    DEFAULT_POINTS,
+    balanced_thresholds,
+    calibrate_thresholds,
+    measure_sparsity,
+    set_sparsity,
+)
 from wide.training.activations import TokensRead, counting
 from wide.training.parallel import DataParallel
 from wide.training.text_source import read_batches
@@ -44,13 +50,13 @@ def meet_target(
     routers = attachment(model).routers()
     thresholds = [router.threshold for router in routers]
     with counting(model, read):
-        dial = calibrate_dial(model, batches, measure=measure, sparsities=points)
-        argmax = next(sparsity for sparsity, threshold in dial if threshold == 0.0)
+        calibrated = calibrate_thresholds(model, batches, measure=measure, sparsities=points)
+        argmax = next(sparsity for sparsity, threshold in calibrated if threshold == 0.0)
         if adjust:
-            thresholds = _chosen(model, batches, objective, argmax, (dial[0][0], dial[-1][0]))
+            thresholds = _chosen(model, batches, objective, argmax, (calibrated[0][0], calibrated[-1][0]))
         reached = measure_sparsity(model, batches, thresholds, measure=measure) if any(thresholds) else argmax
     # In one go: where processes have text of their own, their tables may be of different lengths.
-    thresholds, attachment(model).dial = parallel.agree((thresholds, dial))
+    thresholds, attachment(model).thresholds_by_sparsity = parallel.agree((thresholds, calibrated))
     for router, threshold in zip(routers, thresholds, strict=True):
         router.threshold = threshold
     return {

@@ -23,10 +23,10 @@ from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
-from wide.models.dial import calibrate_dial, set_sparsity
 from wide.models.observe import bypass, judging
 from wide.models.router import Router
 from wide.models.sharding import whole
+from wide.models.thresholds import calibrate_thresholds, set_sparsity
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
 from wide.training.modes import layers_run
 from wide.training.objective import target_labels
@@ -245,11 +245,11 @@ def _meet(model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, meas
         return
     # Neighbours on both sides, so that the target lies between calibrated ones.
     points = [sparsity / 2, sparsity, (1 + sparsity) / 2]
-    calibrate_dial(model, batches, measure=measure, sparsities=points)
+    calibrate_thresholds(model, batches, measure=measure, sparsities=points)
     threshold = set_sparsity(model, sparsity)
     for router in attachment(model).routers():
         assert router.bias is not None
         with torch.no_grad():
             router.bias.add_(router.bias.new_tensor([-threshold / 2, threshold / 2]).repeat(router.num_groups))
     set_sparsity(model, threshold=0.0)
-    attachment(model).dial = []
+    attachment(model).thresholds_by_sparsity = []

@@ -13,13 +13,13 @@ from wide.data.batches import BatchSource
 from wide.errors import ConfigError
 from wide.models.adapter import save
 from wide.models.attach import attachment, detach, is_attached, plan_for
-from wide.models.dial import set_sparsity
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.observe import own_randomness
 from wide.models.plan_check import check_plan
 from wide.models.pretrained import device_name, load_pretrained
 from wide.models.sharding import is_sharded
+from wide.models.thresholds import set_sparsity
 from wide.plan import Plan
 from wide.records import fingerprint, versions
 from wide.schema import require

@@ -8,8 +8,8 @@ from wide.inference.reading.quantising import WEIGHTS
 from wide.kernels.device import HALF
 from wide.materialisation.shape import ModelShape
 from wide.models.adapter import check_config
-from wide.models.dial import threshold_of
 from wide.models.pretrained import PRUNED_PREFIX
+from wide.models.thresholds import threshold_of
 from wide.plan import Dense, Plan, Routed
 from wide.schema import typed
 

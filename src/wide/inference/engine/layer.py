@@ -118,7 +118,7 @@ def _decide(part: Sublayer, total: Tensor, normed: Tensor, forced: Tensor | None
         return None
     seen = total if router.reads_residual else normed
     overlaps = _overlaps(part, seen.shape[0], options)
-    call = functools.partial(route, seen, router.weights, beside=overlaps, backend=options.table.backend)
+    call = functools.partial(route, seen, router.weights, overlaps=overlaps, backend=options.table.backend)
     mask = options.side.begin(call) if overlaps and options.side is not None else call()
     return mask if forced is None else forced
 

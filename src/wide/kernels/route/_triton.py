@@ -58,14 +58,14 @@ def route(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    beside: bool,
+    overlaps: bool,
     padding: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run `route_reference` in the kernel for this number of rows."""
     extras: dict[str, Any] = {"padding": padding, "counts": counts}
     tile = default_tile(device_facts(x.device), x.shape[0])
-    if x.shape[0] <= MAX_FEW_ROWS and not beside:
+    if x.shape[0] <= MAX_FEW_ROWS and not overlaps:
         return _few(x, None, weights, addend=None, **extras)[2]
     if x.shape[0] <= NUM_COUNTERS * SMALLEST_BLOCK and tile.block_m == SMALLEST_BLOCK:
         return route_split(x, weights, **extras)

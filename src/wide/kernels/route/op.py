@@ -26,7 +26,7 @@ def route(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    beside: bool = False,
+    overlaps: bool = False,
     padding: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     backend: str,
@@ -36,7 +36,7 @@ def route(
     Args:
         x: Hidden states, [M, D], last stride 1.
         weights: Of the router, made with `split_weights` for the dtype of `x`.
-        beside: Whether another kernel runs at the same time: then few programs count for more than the time they take.
+        overlaps: Whether another kernel runs at the same time; few programs then matter more than time.
         padding: Rows that execute nothing and do not count, bool [M].
         counts: Pairs that execute and rows, int32 [2], to which those of this call are added. As the weights' counter,
             it is not declared as written to, since no graph reads it.
@@ -50,7 +50,7 @@ def route(
     _check(x, weights)
     check_tensor("route", "padding", padding, torch.bool, x.shape[:1])
     check_tensor("route", "counts", counts, torch.int32, (2,))
-    options: dict[str, Any] = {"beside": beside, "padding": padding, "counts": counts}
+    options: dict[str, Any] = {"overlaps": overlaps, "padding": padding, "counts": counts}
     return BACKENDS.run(backend, x.device, AnyShape(x.dtype), x, weights, **options)
 
 

@@ -18,12 +18,12 @@ def route_reference(
     x: torch.Tensor,
     weights: RouteWeights,
     *,
-    beside: bool = False,
+    overlaps: bool = False,
     padding: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return which rows execute which groups, bool [M, N_G]; arguments as in `route`."""
-    del beside
+    del overlaps
     mask = margins(x, weights) >= 0
     real = torch.ones(len(x), dtype=torch.bool, device=x.device) if padding is None else ~padding
     mask &= real[:, None]

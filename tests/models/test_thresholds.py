@@ -15,16 +15,16 @@ from wide.errors import ConfigError, NotAttachedError
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
 from wide.models.cost import SkipCounter, half_weights
-from wide.models.dial import (
+from wide.models.observe import bypass, observe
+from wide.models.thresholds import (
     DEFAULT_POINTS,
     _bins,
     _edge,
     balanced_thresholds,
-    calibrate_dial,
+    calibrate_thresholds,
     measure_sparsity,
     set_sparsity,
 )
-from wide.models.observe import bypass, observe
 
 
 def batches(count, *, seed, padding=0):
@@ -51,9 +51,9 @@ def counted(model, data):
 
 @pytest.mark.parametrize("measure", ["mean", "linear_flops"])
 def test_every_sparsity_is_met_within_a_point_on_other_text(model, measure):
-    dial = calibrate_dial(model, batches(10, seed=0), measure=measure)
-    assert dial == sorted(dial)
-    assert len({threshold for _, threshold in dial}) == len(dial)
+    points = calibrate_thresholds(model, batches(10, seed=0), measure=measure)
+    assert points == sorted(points)
+    assert len({threshold for _, threshold in points}) == len(points)
     for wanted in (0.15, 0.25, 0.5, 0.72, 0.85):
         set_sparsity(model, wanted)
         assert getattr(counted(model, batches(10, seed=100)), measure) == pytest.approx(wanted, abs=0.01)
@@ -62,7 +62,7 @@ def test_every_sparsity_is_met_within_a_point_on_other_text(model, measure):
 
 def test_thresholds_calibrated_for_a_wish_meet_it_even_where_sparsity_bends_between_points():
     unsteady = attach(make("llama", initializer_range=0.3), WideConfig(ffn_group_size=8, router_rank=8))
-    calibrate_dial(unsteady, batches(10, seed=0), sparsities=(*DEFAULT_POINTS, 0.72))
+    calibrate_thresholds(unsteady, batches(10, seed=0), sparsities=(*DEFAULT_POINTS, 0.72))
     set_sparsity(unsteady, 0.72)
     assert counted(unsteady, batches(10, seed=100)).mean == pytest.approx(0.72, abs=0.01)
 
@@ -101,7 +101,7 @@ def test_what_padding_on_the_left_holds_does_not_matter(model):
 
 
 def test_zero_is_dense(model):
-    calibrate_dial(model, batches(1, seed=0), sparsities=(0.5,))
+    calibrate_thresholds(model, batches(1, seed=0), sparsities=(0.5,))
     assert set_sparsity(model, 0.0) == -math.inf
     ids = tokens()
     routed = model(input_ids=ids).logits
@@ -114,7 +114,7 @@ def test_calibration_leaves_thresholds_and_modes_alone(model):
     set_sparsity(model, threshold=0.25)
     model.train()
     model.lm_head.eval()
-    calibrate_dial(model, batches(1, seed=0), sparsities=(0.4, 0.6))
+    calibrate_thresholds(model, batches(1, seed=0), sparsities=(0.4, 0.6))
     assert {router.threshold for router in attachment(model).routers()} == {0.25}
     assert model.training
     assert not model.lm_head.training
@@ -123,14 +123,14 @@ def test_calibration_leaves_thresholds_and_modes_alone(model):
 
 
 def test_the_argmax_routing_is_a_point_of_the_table(model):
-    dial = calibrate_dial(model, batches(1, seed=0), sparsities=(0.3,))
-    assert [sparsity for sparsity, threshold in dial if threshold == 0.0] == [
+    points = calibrate_thresholds(model, batches(1, seed=0), sparsities=(0.3,))
+    assert [sparsity for sparsity, threshold in points if threshold == 0.0] == [
         pytest.approx(counted(model, batches(1, seed=0)).mean)
     ]
 
 
 def test_bad_wishes_are_refused(model):
-    calibrate_dial(model, batches(1, seed=0), sparsities=(0.4, 0.6))
+    calibrate_thresholds(model, batches(1, seed=0), sparsities=(0.4, 0.6))
     with pytest.raises(ConfigError, match="outside what this adapter is calibrated for"):
         set_sparsity(model, 0.9)
     with pytest.raises(ConfigError, match=r"\[0, 1\)"):
@@ -140,8 +140,8 @@ def test_bad_wishes_are_refused(model):
     with pytest.raises(ConfigError, match="number"):
         set_sparsity(model, threshold=math.nan)
     with pytest.raises(ConfigError, match="calibration batches"):
-        calibrate_dial(model, [])
-    attachment(model).dial = []
+        calibrate_thresholds(model, [])
+    attachment(model).thresholds_by_sparsity = []
     with pytest.raises(ConfigError, match="no calibrated thresholds"):
         set_sparsity(model, 0.5)
     set_sparsity(model, threshold=0.0)

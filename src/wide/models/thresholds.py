@@ -76,14 +76,14 @@ class MarginHistogram:
         return low + min(max(inside, 0.0), 1.0) * (high - low)
 
 
-def calibrate_dial(
+def calibrate_thresholds(
     model: nn.Module,
     batches: Iterable[TokenBatch],
     *,
     measure: Measure = "mean",
     sparsities: Sequence[float] = DEFAULT_POINTS,
 ) -> list[tuple[float, float]]:
-    """Measure which threshold gives which sparsity, store the table at `attachment(model).dial` and return it.
+    """Measure which threshold gives which sparsity, note it in the attachment and return it.
 
     Each wanted point, in (0, 1), costs one pass over the batches; its threshold is guessed from the margins of its
     neighbour's pass, and what is stored is the sparsity that was then measured, as `half_weights` counts it. Between
@@ -118,7 +118,7 @@ def calibrate_dial(
             nearest = measured(threshold)
             passes.append((threshold, nearest))
     table = _ascending(_table(sorted(passes, key=lambda one: one[0])))
-    attachment(model).dial = table
+    attachment(model).thresholds_by_sparsity = table
     return table
 
 
@@ -186,7 +186,7 @@ def set_sparsity(
         raise ConfigError("give either a sparsity or a threshold")
     if threshold is None:
         assert sparsity is not None
-        threshold = threshold_of(state.dial, sparsity)
+        threshold = threshold_of(state.thresholds_by_sparsity, sparsity)
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
     _set_thresholds(state.routers(), [float(threshold)] * len(state.routers()))
