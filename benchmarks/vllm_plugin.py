@@ -130,8 +130,8 @@ def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
             record.row(what, "everything", routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
     routed.end()
     # Weights in two formats do not fit on a GPU several times.
-    for modes in (("off", "fp8"), ("int8",), ("w8a8",)):
-        last = {mode: Worker(mode, folder, tiny=tiny) for mode in modes if mode in parts}
+    for together in ("off fp8", "int8", "w8a8"):
+        last = {mode: Worker(mode, folder, tiny=tiny) for mode in together.split() if mode in parts}
         for mode, worker in last.items():
             record.add(**{mode: worker.answer()})
         for mode, worker in last.items():

@@ -170,6 +170,14 @@ def test_weights_and_routers_that_change_count_from_the_next_prompt_on():
     )
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+def test_no_tokens_are_refused_as_the_model_refuses_them(shape):
+    ids = torch.zeros(shape, dtype=torch.long)
+    for model in (routed(), optimised(routed())):
+        with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+            model(ids)
+
+
 @torch.no_grad()
 def test_weights_that_were_int8_before_keep_their_bytes():
     model = routed().to(torch.bfloat16)

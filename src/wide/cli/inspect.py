@@ -112,7 +112,7 @@ def describe_adapter(folder: Path) -> str:
         *(f"  {line}" for line in config["plan"].in_words()),
         *(["  base weights replaced"] if config["has_weights"] else []),
         *_facts(config["provenance"]),
-        *_thresholds(config["calibrated"], has_routers=bool(config["thresholds"])),
+        *_thresholds(config["dial"], has_routers=bool(config["thresholds"])),
         *(f"  {path.relative_to(folder)!s:<34}{path.stat().st_size / 1024:>12,.1f} KiB" for path in files),
     ]
     return "\n".join(lines)
@@ -213,7 +213,7 @@ def _describe_checkpoint(name: str, checked: Sequence[str]) -> str:
     if "wide" in facts:
         config = check_config(facts["wide"], f"{name}/config.json: wide")
         lines += [*(f"  {line}" for line in config["plan"].in_words()), *_facts(config["provenance"])]
-        lines += _thresholds(config["calibrated"], has_routers=bool(config["thresholds"]))
+        lines += _thresholds(config["dial"], has_routers=bool(config["thresholds"]))
     found = f"{len(checked)} compared with their sha256, as they were written" if checked else "no sha256 beside them"
     return "\n".join([*lines, f"  weight files: {found}"])
 

@@ -37,7 +37,7 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
     """
     ids = given.get("input_ids")
     x = given.get("inputs_embeds") if ids is None else ids
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or not x.numel():
         raise Masked
     is_paged = ids is not None and is_paged_step(given)
     if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -71,7 +71,7 @@ class LinearWeights(NamedTuple):
         Args:
             mask: bool [M, N_G]; where rows are quantised, channels of other groups count as zero. None = all count.
         """
-        if self.scale is None or (x.shape[0] > MAX_INT8_ROWS and not self.int8_rows):
+        if self.scale is None or not x.shape[0] or (x.shape[0] > MAX_INT8_ROWS and not self.int8_rows):
             weight, bias, *_ = self.expanded(x.dtype)
             return functional.linear(x, weight, bias)
         backend = fixed_backend(self.weight.device)
