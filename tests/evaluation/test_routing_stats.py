@@ -31,6 +31,10 @@ def test_rates_are_those_of_the_masks_without_padding(attached_model):
         kept = mask[valid].double()
         assert half.execute_rate == pytest.approx(float(kept.mean()))
         assert half.by_group == pytest.approx(kept.mean(0).tolist())
+        assert half.by_position[0] == pytest.approx(float(mask[:, 0].double().mean()))
+        assert half.by_position[15] == pytest.approx(float(mask[0, 15].double().mean()))
+        counts = torch.bincount(kept.sum(1).long(), minlength=mask.shape[-1] + 1)
+        assert half.by_count == pytest.approx((counts / counts.sum()).tolist())
     assert json.loads(json.dumps(stats.to_json()))["tokens"] == stats.tokens
 
 
@@ -62,6 +66,7 @@ def test_forced_masks_are_what_is_counted(attached_model):
 def test_a_named_source_is_packed_to_the_length_the_model_takes(attached_model, tmp_path):
     (tmp_path / "a.txt").write_text("Rivers run to the sea. " * 300)
     stats = routing_stats(attached_model, tmp_path, sequence_length=4096, max_blocks=1)
+    assert len(stats.halves[0].by_position) == 1024
     assert stats.tokens == 1024
 
 

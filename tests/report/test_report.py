@@ -50,6 +50,13 @@ def routing_records():
         for layer in range(3):
             shares = {"groups": 4, "shares": [0.1, 0.99, 0.5, 0.0]}
             yield record("stage 1+2", f"routing.{half}.by_group", shares, "json", layer=layer)
+            yield record("stage 1+2", f"routing.{half}.same_as_previous", 0.8, "share", layer=layer)
+            yield record("stage 1+2", f"routing.{half}.same_by_chance", 0.6, "share", layer=layer)
+        yield record("stage 1+2", f"routing.{half}.flips_bfloat16", 0.001, "share")
+        yield record("stage 1+2", f"routing.{half}.token_correlation", [0.4, 0.2, None], "json")
+        yield record("stage 1+2", f"routing.{half}.group_correlation", [0.1, None, -0.1], "json")
+        matrix = {"groups": [0, 1, 3], "phi": [[1, 0.2, None], [0.2, 1, None], [None, None, None]]}
+        yield record("stage 1+2", f"routing.{half}.group_matrix", matrix, "json", layer=2)
     sample = {"tokens": ["Once", " up", "on\n", "", " <b>"], "attention": [[10, 20, 30]] * 4 + [[90, 90, 90]]}
     sample["ffn"] = [[50, None, 30]] * 5
     yield record("stage 1+2", "routing.sample", sample, "json")
@@ -110,7 +117,7 @@ def test_every_figure_lies_beside_the_page_with_its_values(drawn):
     }
 
 
-@pytest.mark.parametrize("name", ["training", "tokens"])
+@pytest.mark.parametrize("name", ["training", "tokens", "stability"])
 def test_same_records_give_the_same_bytes(drawn, name):
     page = drawn
     figure = next(figure for figure in FIGURES if figure.name == name)

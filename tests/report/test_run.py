@@ -38,7 +38,8 @@ def test_the_routing_of_the_trained_model_is_among_the_records(run):
     records, _ = read_records(run / "records.jsonl")
     measured = {record.metric for record in records if record.subject == "stage 1"}
     for half in ("attention", "ffn"):
-        assert f"routing.{half}.by_group" in measured
+        for name in ("by_group", "same_as_previous", "token_correlation", "group_correlation", "flips_bfloat16"):
+            assert f"routing.{half}.{name}" in measured
     assert not [r for r in records if r.subject == "dense" and r.metric.startswith("routing.")]
     sample = Selection(records).content("stage 1", "routing.sample")
     assert len(sample["tokens"]) == len(sample["ffn"]) == 64

@@ -1,15 +1,17 @@
 """The figures of a run say no more than was measured, and can be read in grey."""
 
 import pytest
-from report_words import draw
+from report_words import draw, draw_svg
 from test_report import complete_records, record
 
+from wide.report.figure import to_csv
 from wide.report.run_figures import FIGURES
 from wide.report.selection import Selection
 
 pytest.importorskip("matplotlib")
 BY_NAME = {figure.name: figure for figure in FIGURES}
 LAYERS, TRAINING = BY_NAME["layers"], BY_NAME["training"]
+MATRICES, CORRELATION = BY_NAME["group-correlation"], BY_NAME["correlation"]
 
 
 def course(stage, target, **shares):
@@ -50,7 +52,19 @@ def test_sublayers_are_told_apart_in_the_legend():
     assert len({patch.get_hatch() for patch in drawn.axes[0].patches}) == 2
 
 
-def test_layers_that_are_not_routed_are_hatched():
-    drawn = draw(BY_NAME["tokens"], Selection(list(complete_records())))
-    hatched = {(cell.get_x() + 0.5, cell.get_y() + 0.5): cell.get_hatch() for cell in drawn.axes[1].patches}
-    assert hatched == {(token, 1): "xx" for token in range(5)}
+def matrix(values):
+    phi = {"groups": list(range(len(values))), "phi": values}
+    return Selection([record("stage 1", "routing.ffn.group_matrix", phi, layer=0)])
+
+
+def test_negative_correlations_and_missing_ones_are_hatched():
+    drawn = draw(MATRICES, matrix([[1.0, -0.4, None], [-0.04, 1.0, 0.4], [None, None, None]]))
+    hatched = {(cell.get_x() + 0.5, cell.get_y() + 0.5): cell.get_hatch() for cell in drawn.axes[0].patches}
+    assert hatched == {(1, 0): "////", (2, 0): "xx", (0, 2): "xx", (1, 2): "xx", (2, 2): "xx"}
+
+
+def test_correlations_that_round_to_zero_have_no_sign():
+    run = matrix([[1.0, -0.0], [-0.04, 1.0]])
+    assert "-0.0\n" not in to_csv(MATRICES.table(run))
+    series = Selection([record("stage 1", "routing.ffn.token_correlation", [-0.001, 0.2])])
+    assert "FFN: 0.00 at 1" in draw_svg(CORRELATION, series)[1].replace("-0.00", "0.00")

@@ -52,7 +52,7 @@ def test_a_static_run_is_told_that_routers_are_measured(run):
     page = (run / "report.html").read_text()
     missing = re.findall("<li>([^<]*)</li>", page.partition("<h2>Not drawn</h2>")[2])
     routing = [line for line in missing if "a run with routers measures it" in line]
-    assert len(missing) == len(routing) + 1 == 3
+    assert len(missing) == len(routing) + 1 == 6
     assert "Stage 2" not in page
     assert "<h2>Training</h2>" not in page
     assert "LoRA adapts" not in page

@@ -1,7 +1,9 @@
-"""How a model routes text: which groups execute, layer by layer, and what the first tokens of the text execute."""
+"""How a model routes text: by group and position, from group to group and token to token, under rounding."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,16 +17,24 @@ from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
 from wide.errors import DataError, EvaluationError
 from wide.evaluation.inference import HALVES, masks_of, model_device
+from wide.models.attach import attachment
 from wide.models.cost import SkipCounter, Sparsity
 from wide.models.observe import judging, observe
+from wide.models.router import EXECUTE, SKIP, Router
 from wide.records import Record
 from wide.routing import Routing
 
+MAX_LAG = 16
+"""Furthest token that a decision is compared with, in tokens."""
+MAX_DISTANCE = 32
+"""Furthest neighbours whose correlation is averaged, in groups."""
 MAX_BINS = 128
 """Most rates of one sublayer in a record; of more groups, neighbours are averaged."""
+MAX_MATRIX_GROUPS = 32
+"""Most groups whose correlation matrix is kept; of more, evenly spaced ones."""
 MAX_SAMPLE_TOKENS = 160
 """Most tokens of the sample."""
-_RATE_DIGITS = 4
+_RATE_DIGITS, _PHI_DIGITS = 4, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +45,29 @@ class HalfStats:
         half: 'attention' or 'ffn'.
         execute_rate: Share of (token, group) pairs that execute.
         by_group: Share of tokens that execute each group, N_G values.
+        by_position: Share of groups that the tokens at each position of a sequence execute, T values.
+        by_count: Share of tokens that execute exactly 0, 1, ..., N_G groups, N_G + 1 values.
+        same_as_previous: Share of decisions equal to the previous token's; None without neighbours.
+        same_by_chance: The same, were successive tokens independent at the groups' rates.
+        token_correlation: Phi coefficient of a group's decisions 1, 2, ... tokens apart, mean over groups; None where
+            no group's decisions vary.
+        group_correlation: Phi coefficient of groups 1, 2, ... apart in the same token, mean over pairs.
+        matrix_groups: Which groups `matrix` is of.
+        matrix: Phi coefficients of each two of those groups in the same token.
     """
 
     layer: int
     half: str
     execute_rate: float
     by_group: tuple[float, ...]
+    by_position: tuple[float, ...]
+    by_count: tuple[float, ...]
+    same_as_previous: float | None
+    same_by_chance: float | None
+    token_correlation: tuple[float | None, ...]
+    group_correlation: tuple[float | None, ...]
+    matrix_groups: tuple[int, ...]
+    matrix: tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +79,8 @@ class RoutingStats:
         sample: Ids of the first real tokens of the text.
         sample_shares: By kind, 'attention' or 'ffn': for each token of the sample the share of groups that each layer
             executes; None in layers where that sublayer is not routed.
+        flips: By kind, the share of decisions that change when hidden states are rounded to bfloat16 before the
+            router reads them, layer by layer; empty for models that run in bfloat16.
     """
 
     halves: tuple[HalfStats, ...]
@@ -59,6 +88,7 @@ class RoutingStats:
     tokens: int
     sample: tuple[int, ...]
     sample_shares: dict[str, tuple[tuple[float | None, ...], ...]]
+    flips: dict[str, float]
 
     def __repr__(self) -> str:
         """Return the rates by layer: what a notebook shows."""
@@ -73,6 +103,117 @@ class RoutingStats:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """How two binary variables went together, for several pairs of variables at once.
+
+    Args:
+        total: Observations of each pair, float64.
+        first: Of those, the first variable was True.
+        second: Of those, the second variable was True.
+        both: Of those, both were True.
+    """
+
+    total: Tensor
+    first: Tensor
+    second: Tensor
+    both: Tensor
+
+    def phi(self) -> Tensor:
+        """Return the phi coefficients in [-1, 1], NaN where a variable never changes."""
+        covariance = self.total * self.both - self.first * self.second
+        spread = self.first * (self.total - self.first) * self.second * (self.total - self.second)
+        return torch.where(spread > 0, covariance / spread.clamp(min=1).sqrt(), torch.nan)
+
+    def same(self) -> Tensor:
+        """Return the share of observations in which the two are equal."""
+        return (self.total - self.first - self.second + 2 * self.both) / self.total
+
+    def same_by_chance(self) -> Tensor:
+        """Return the share that would be equal if the two were independent, at the same rates."""
+        first, second = self.first / self.total, self.second / self.total
+        return first * second + (1 - first) * (1 - second)
+
+
+class HalfCounter:
+    """Sums over the masks of one sublayer, on their device, exact.
+
+    Args:
+        positions: Tokens in a sequence, T, at most.
+        num_groups: Groups of the sublayer, N_G.
+    """
+
+    def __init__(self, positions: int, num_groups: int, device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._seen, self._by_position = zeros(positions), zeros(positions)
+        self._by_count = zeros(num_groups + 1)
+        self._together = zeros(num_groups, num_groups)
+        self._lags, self._pairs = zeros(MAX_LAG, 3, num_groups), zeros(MAX_LAG)
+
+    def add(self, mask: Tensor, valid: Tensor) -> None:
+        """Count one forward.
+
+        Args:
+            mask: bool `[B, T, N_G]`.
+            valid: bool `[B, T]`, False for padding.
+        """
+        executed, length = mask & valid.unsqueeze(-1), mask.shape[1]
+        flat, per_token = executed.flatten(0, 1).float(), executed.sum(-1)
+        # Sums of zeros and ones are exact in float32 up to 2^24 tokens of one forward.
+        self._together += (flat.t() @ flat).round().long()
+        self._seen[:length] += valid.sum(0)
+        self._by_position[:length] += per_token.sum(0)
+        self._by_count.index_add_(0, per_token.flatten(), valid.flatten().long())
+        for lag in range(1, min(MAX_LAG, length - 1) + 1):
+            known = valid[:, lag:] & valid[:, :-lag]
+            earlier, later = executed[:, :-lag] & known.unsqueeze(-1), executed[:, lag:] & known.unsqueeze(-1)
+            sums = [part.sum((0, 1)) for part in (earlier, later, earlier & later)]
+            self._lags[lag - 1] += torch.stack(sums)
+            self._pairs[lag - 1] += known.sum()
+
+    def rates(self) -> Tensor:
+        """Return the share of tokens that execute each group, float64 `[N_G]` on the CPU."""
+        return self._together.diagonal().cpu().double() / int(self._seen.sum())
+
+    def between_groups(self) -> Pairs:
+        """Return how each two groups go together in a token, `[N_G, N_G]`."""
+        together = self._together.cpu().double()
+        single, total = together.diagonal().expand_as(together), torch.full_like(together, int(self._seen.sum()))
+        return Pairs(total=total, first=single.T, second=single, both=together)
+
+    def between_tokens(self) -> Pairs:
+        """Return how a group's decisions at 1 to `MAX_LAG` tokens' distance go together, `[lags seen, N_G]`."""
+        pairs = self._pairs.cpu().double()
+        sums = self._lags.cpu().double()[pairs > 0]
+        total = pairs[pairs > 0].unsqueeze(-1).expand(-1, sums.shape[-1])
+        return Pairs(total=total, first=sums[:, 0], second=sums[:, 1], both=sums[:, 2])
+
+    def stats(self, layer: int, half: str) -> HalfStats:
+        """Return everything as numbers (waits for the device)."""
+        rates, groups, lags = self.rates(), self.between_groups().phi(), self.between_tokens()
+        num_groups, seen, counts = len(rates), self._seen.double(), self._by_count.double()
+        chosen = (
+            torch.linspace(0, num_groups - 1, min(num_groups, MAX_MATRIX_GROUPS), dtype=torch.float64).round().long()
+        )
+        next_ones = [_numbers(each().mean(1))[:1] for each in (lags.same, lags.same_by_chance)]
+        return HalfStats(
+            layer=layer,
+            half=half,
+            execute_rate=float(rates.mean()),
+            by_group=tuple(rates.tolist()),
+            by_position=tuple((self._by_position / (seen.clamp(min=1) * num_groups)).tolist()),
+            by_count=tuple((counts / counts.sum()).tolist()),
+            same_as_previous=next_ones[0][0] if next_ones[0] else None,
+            same_by_chance=next_ones[1][0] if next_ones[1] else None,
+            token_correlation=_numbers(lags.phi().nanmean(1)),
+            group_correlation=mean_by_distance(groups),
+            matrix_groups=tuple(chosen.tolist()),
+            matrix=tuple(_numbers(row) for row in groups[chosen][:, chosen]),
+        )
 
 
 def routing_stats(
@@ -103,9 +244,8 @@ def routing_stats(
 
     Source: paper, section 4.4 (routing behaviour).
     """
-    skips, tokens = SkipCounter(model), 0
-    # Tokens that execute each group, int64 `[N_G]`.
-    executed: dict[tuple[int, str], Tensor] = {}
+    skips, rounding, tokens = SkipCounter(model), _Rounding(), 0
+    counters: dict[tuple[int, str], HalfCounter] = {}
     sample: tuple[tuple[int, ...], dict[str, Any]] | None = None
     length = min(sequence_length, longest_input(model) or sequence_length)
     if isinstance(data, str | Path):
@@ -116,31 +256,34 @@ def routing_stats(
         check_vocabulary(data.largest_id, model)
         data = data.in_order(batch_size, max_blocks=max_blocks)
     batches: Iterable[Any] = data
-    with judging(model), observe(model) as routing:
+    with ExitStack() as inside:
+        for router in attachment(model).routers():
+            inside.enter_context(router.register_forward_hook(rounding))
+        inside.enter_context(judging(model))
+        routing = inside.enter_context(observe(model))
         for batch in progress(batches, title="routing", unit="batch"):
             if not isinstance(batch, TokenBatch):
                 raise DataError(f"data holds {type(batch).__name__}; wanted texts, token batches, blocks or a source")
             moved = batch.to(model_device(model))
             model(input_ids=moved.input_ids, attention_mask=moved.attention_mask(), use_cache=False)
             skips.add(routing, moved.valid)
+            rounding.add(moved.valid)
             for layer, half, mask in masks_of(routing):
-                counts = (mask & moved.valid.unsqueeze(-1)).sum((0, 1))
-                executed[layer, half] = executed[layer, half] + counts if (layer, half) in executed else counts
+                if (layer, half) not in counters:
+                    counters[layer, half] = HalfCounter(mask.shape[1], mask.shape[2], mask.device)
+                counters[layer, half].add(mask, moved.valid)
             tokens += int(moved.valid.sum())
             if sample is None and bool(moved.valid[0].any()):
                 sample = _sample(moved, routing)
     if sample is None:
         raise EvaluationError("there is no token to count routing on; give text that is longer than one block")
-    rates = {key: (counts.cpu().double() / tokens).tolist() for key, counts in executed.items()}
     return RoutingStats(
-        halves=tuple(
-            HalfStats(layer=layer, half=half, execute_rate=fmean(by_group), by_group=tuple(by_group))
-            for (layer, half), by_group in rates.items()
-        ),
+        halves=tuple(counter.stats(*key) for key, counter in counters.items()),
         sparsity=skips.result(),
         tokens=tokens,
         sample=sample[0],
         sample_shares=sample[1],
+        flips=rounding.shares(),
     )
 
 
@@ -172,10 +315,66 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
     return pieces
 
 
+class _Rounding:
+    """Counts the decisions of forwards that rounding hidden states to bfloat16 would change."""
+
+    def __init__(self) -> None:
+        # Of the latest forward: kind, flipped decisions of each token `[B, T]`, and groups of the sublayer.
+        self._latest: list[tuple[str, Tensor, int]] = []
+        self._flipped: dict[str, Tensor] = {}
+        self._decisions: dict[str, Tensor] = {}
+
+    def __call__(self, router: nn.Module, args: tuple[Any, ...], _output: Tensor) -> None:
+        assert isinstance(router, Router)
+        hidden: Tensor = args[0]
+        if hidden.dtype != torch.bfloat16:
+            # Not compared with the output, which may have been forced.
+            own, rounded = (_decisions(router, each) for each in (hidden, hidden.to(torch.bfloat16)))
+            self._latest.append((router.half_layer, (rounded != own).sum(-1), router.num_groups))
+
+    def add(self, valid: Tensor) -> None:
+        """Count the latest forward at tokens that are no padding, bool `[B, T]`."""
+        for half, flipped, groups in self._latest:
+            self._flipped[half] = self._flipped.get(half, 0) + (flipped * valid).sum()
+            self._decisions[half] = self._decisions.get(half, 0) + valid.sum() * groups
+        self._latest.clear()
+
+    def shares(self) -> dict[str, float]:
+        return {half: int(self._flipped[half]) / int(self._decisions[half]) for half in self._flipped}
+
+
+def _decisions(router: Router, hidden: Tensor) -> Tensor:
+    logits = router.logits(hidden)
+    return logits[..., EXECUTE] - logits[..., SKIP] >= router.threshold
+
+
+def mean_by_distance(matrix: Tensor) -> tuple[float | None, ...]:
+    """Return the mean of a square matrix's entries at |i - j| = 1, 2, ... up to `MAX_DISTANCE`.
+
+    Args:
+        matrix: `[N_G, N_G]`, NaN where not defined.
+
+    Returns:
+        One value per distance, None where no entry is defined.
+    """
+    last = min(MAX_DISTANCE, matrix.shape[0] - 1)
+    means = [float(matrix.diagonal(distance).nanmean()) for distance in range(1, last + 1)]
+    return _numbers(torch.tensor(means, dtype=matrix.dtype))
+
+
+def _numbers(values: Tensor) -> tuple[float | None, ...]:
+    """Return `[N]` as numbers, None for NaN."""
+    return tuple(None if value != value else value for value in values.tolist())
+
+
 def routing_records(
     subject: str, found: RoutingStats, where: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Record]:
-    """Yield the records of a model's routing: rates of groups and the sample, as compact JSON of bounded size."""
+    """Yield the records of a model's routing: figures as numbers, series and tables as compact JSON of bounded size.
+
+    Correlation matrices are kept of two layers of attention and FFN each, the one that skips least and the one that
+    skips most.
+    """
     text = f"{where}, {found.tokens} tokens"
 
     def record(metric: str, value: Any, unit: str = "json", *, layer: int | None = None, where: str = text) -> Record:
@@ -183,13 +382,41 @@ def routing_records(
 
     yield record("tokens", found.tokens, "token")
     for half in HALVES:
-        for entry in found.of(half):
+        entries = found.of(half)
+        if not entries:
+            continue
+        for entry in entries:
+            for name in ("same_as_previous", "same_by_chance"):
+                if (value := getattr(entry, name)) is not None:
+                    yield record(f"{half}.{name}", value, "share", layer=entry.layer)
             parts = torch.tensor(entry.by_group, dtype=torch.float64).tensor_split(min(len(entry.by_group), MAX_BINS))
-            shares = [round(float(part.mean()), _RATE_DIGITS) for part in parts]
+            shares = _rounded([float(part.mean()) for part in parts], _RATE_DIGITS)
             yield record(f"{half}.by_group", {"groups": len(entry.by_group), "shares": shares}, layer=entry.layer)
+        for name in ("same_as_previous", "same_by_chance"):
+            if (mean := _mean([getattr(entry, name) for entry in entries])) is not None:
+                yield record(f"{half}.{name}", mean, "share")
+        for name in ("token_correlation", "group_correlation"):
+            # Layers may be of different lengths.
+            series = [_mean(place) for place in zip_longest(*(getattr(entry, name) for entry in entries))]
+            yield record(f"{half}.{name}", _rounded(series, _PHI_DIGITS))
+        ordered = sorted(entries, key=lambda entry: entry.execute_rate)
+        for chosen in [ordered[-1], ordered[0]][: len(ordered)]:
+            matrix = {"groups": chosen.matrix_groups, "phi": [_rounded(row, _PHI_DIGITS) for row in chosen.matrix]}
+            yield record(f"{half}.group_matrix", matrix, layer=chosen.layer)
+    for half, share in found.flips.items():
+        yield record(f"{half}.flips_bfloat16", share, "share")
     percent = {
         half: [[None if share is None else round(100 * share) for share in row] for row in rows]
         for half, rows in found.sample_shares.items()
     }
     words = f"beginning of the text, {len(found.sample)} tokens; percent of groups by token and layer"
     yield record("sample", {"tokens": token_texts(found.sample, tokenizer)} | percent, where=words)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else round(value, digits) for value in values]

@@ -193,14 +193,17 @@ def _image(drawn: Any, axes: Any, figure: Figure, rows: Sequence[Row]) -> None:
     for row in rows:
         value = row[figure.y]
         cells[down.index(row[figure.by])][across.index(row[figure.x])] = math.nan if value is None else value
-    colours = LinearSegmentedColormap.from_list("values", [shade(0.0), shade(1.0)]).with_extremes(bad="#bbbbbb")
-    image = axes.imshow(cells, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    ends = [VERMILION, "#ffffff", shade(1.0)] if figure.signed else [shade(0.0), shade(1.0)]
+    colours = LinearSegmentedColormap.from_list("values", ends).with_extremes(bad="#bbbbbb")
+    low = -1.0 if figure.signed else 0.0
+    image = axes.imshow(cells, aspect="auto", cmap=colours, vmin=low, vmax=1, interpolation="nearest")
     for y, line in enumerate(cells):
         for x, value in enumerate(line):
-            if math.isnan(value):
-                # In grey its colour could be taken for a share.
+            # In grey a negative cell would be taken for a positive one.
+            hatch = "xx" if math.isnan(value) else "////" if figure.signed and value < -0.05 else ""
+            if hatch:
                 look: dict[str, Any] = {"facecolor": "none", "edgecolor": "#00000060", "linewidth": 0.0}
-                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch="xx", **look))
+                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch=hatch, **look))
     for axis, names in ((axes.xaxis, across), (axes.yaxis, down)):
         named = any(isinstance(name, str) for name in names)
         shown = range(0, len(names), -(-len(names) // (_MANY_TICKS if named else 16 if axis is axes.xaxis else 6)))
@@ -231,7 +234,7 @@ def _legend(drawn: Any, figure: Figure, order: Sequence[str], rows: Sequence[Row
         black.append(("with LoRA", {"marker": "o"}))
         black.append(("without LoRA", {"marker": "o", "fillstyle": "none", "linestyle": "--"}))
     if figure.ideal:
-        black.append(("ideal", {"marker": "_", "linestyle": ":"}))
+        black.append((figure.ideal_means, {"marker": "_", "linestyle": ":"}))
     black += [(name, {"linestyle": dash, "linewidth": 1}) for name, dash in zip(across, _ACROSS, strict=False)]
     entries += [Line2D([], [], color="black", label=name, **look) for name, look in black]
     if entries:

@@ -45,11 +45,13 @@ class Figure:
     error: str = ""
     filled: str = ""
     ideal: str = ""
+    ideal_means: str = "ideal"
     words: str = ""
     even: bool = False
     scale: float = 1.0
     top: float | None = None
     log: bool | Literal["wide"] = False
+    signed: bool = False
     line_at: float | None = None
     lines: Callable[[Any], Mapping[str, Mapping[str, float]]] = lambda _source: {}
     columns: int = 3

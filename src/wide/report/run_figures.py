@@ -101,6 +101,43 @@ def _patterns(run: Selection) -> list[Row]:
     ]
 
 
+def _correlations(run: Selection) -> list[Row]:
+    pairs = {"group_correlation": "groups apart, one token", "token_correlation": "tokens apart, one group"}
+    metrics = [f"routing.{sublayer}.{name}" for sublayer in SUBLAYERS for name in pairs]
+    subject = run.last_subject_with(*metrics) or ""
+    return [
+        {"between": words, "half": SUBLAYERS[sublayer], "distance": distance, "phi": value}
+        for name, words in pairs.items()
+        for sublayer in SUBLAYERS
+        for distance, value in enumerate(run.content(subject, f"routing.{sublayer}.{name}") or (), 1)
+    ]
+
+
+def _matrices(run: Selection) -> list[Row]:
+    return [
+        {"panel": f"{name}, layer {layer}", "group": first, "other_group": second, "phi": value}
+        for name, layer, found in _routed(run, "group_matrix")
+        for first, row in zip(found["groups"], found["phi"], strict=True)
+        for second, value in zip(found["groups"], row, strict=True)
+    ]
+
+
+def _stability(run: Selection) -> list[Row]:
+    chance = {(name, layer): share for name, layer, share in _routed(run, "same_by_chance")}
+    subject = run.last_subject_with(*(f"routing.{sublayer}.same_as_previous" for sublayer in SUBLAYERS)) or ""
+    flips = {SUBLAYERS[each]: run.number(subject, f"routing.{each}.flips_bfloat16") for each in SUBLAYERS}
+    return [
+        {
+            "half": name,
+            "layer": layer,
+            "same_as_previous": share,
+            "same_by_chance": chance.get((name, layer)),
+            "flips_bfloat16": flips[name],
+        }
+        for name, layer, share in _routed(run, "same_as_previous")
+    ]
+
+
 FIGURES = figures(
     "run",
     {
@@ -108,6 +145,9 @@ FIGURES = figures(
         "layers": _layers,
         "tokens": _tokens,
         "group-patterns": _patterns,
+        "correlation": _correlations,
+        "group-correlation": _matrices,
+        "stability": _stability,
         "training": _training,
     },
 )
