@@ -53,6 +53,7 @@ def finished(tmp_path_factory, tiny_model_folder, prose_folder, drawn_at_once):
             *("--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(folder)),
             *SHORT,
             *LORA,
+            *("--sample.prompt=The quick", "--sample.tokens=4"),
         ]
     )
     assert code == 0
@@ -111,6 +112,7 @@ def test_prune_measures_every_model_of_the_run(finished):
         assert 0 <= run.number(subject, "sparsity.mean") <= 1
         assert len(run.by_layer(subject, "sparsity.ffn")) == 2
     assert len(run.by_step("stage 1", "training.lm_loss")) == 3
+    assert run.text("stage 1+2", "sample").startswith("The quick")
     assert run.number("dense", "token_perplexity") != run.number("stage 1", "token_perplexity")
 
 
@@ -185,7 +187,7 @@ TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.ma
 @pytest.mark.parametrize("parallel", ["replicate", "fsdp"])
 def test_two_processes_write_one_run(tiny_model_folder, prose_folder, tmp_path, parallel):
     given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--output", str(tmp_path / "run")]
-    command = [*TORCHRUN, "prune", "--report=false", *given, *SHORT, f"--parallel={parallel}"]
+    command = [*TORCHRUN, "prune", "--report=false", *given, *SHORT, f"--parallel={parallel}", "--sample.prompt=A"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("finished in") == 1

@@ -86,6 +86,8 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["prune", "--method", "tyr", "--objective.weight", "1"], "for methods that train routers"),
         (["prune", "--method", "skipgpt", "--objective.target", "mean"], "skipgpt takes --match"),
         (["prune", "--wide.uniform", "true"], "without a prefix"),
+        (["prune", "--method", "skipgpt", "--tracker", "wandb"], "runs --method skipgpt --match nominal"),
+        (["prune", "--match", "linear_flops", "--tracker", "wandb"], "runs --method wide --match linear_flops"),
         (["compare", "--methods", "wide", "--variants", "{a:"], "--variants cannot be read as YAML"),
         (["methods", "burn"], "cannot understand"),
     ],

@@ -43,6 +43,10 @@ def of(method, *given):
         (of("skipgpt", *TRAINED, "--match=linear_flops", "--sparsity=0.99"), "stay below"),
         (of("dllm-original", *TRAINED, "--sparsity=0.9", "--{0}.dense_layers=1"), "stay below 0.5"),
         (["--ffn_group_size=7", *TRAINED], "does not divide"),
+        (
+            ["--ffn_group_size=16", *TRAINED, "--sample.prompt=a", "--sample.tokens=200"],
+            "sample: 2 tokens of prompt and",
+        ),
     ],
 )
 def test_what_is_refused_leaves_nothing(given, words, tiny_model_folder, prose_folder, tmp_path, capsys):

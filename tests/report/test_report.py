@@ -31,6 +31,7 @@ def complete_records():
     yield record("run", "target.sparsity", 0.5, "share")
     for subject, value in (("dense", 40.0), ("stage 1", 90.0), ("stage 1+2", 60.0)):
         yield record(subject, "token_perplexity", value)
+        yield record(subject, "sample", f"text of {subject} <script>alert(1)</script>", "text")
         if subject != "dense":
             for metric in ("attention", "ffn", "mean", "linear_flops"):
                 yield record(subject, f"sparsity.{metric}", 0.51, "share")
@@ -128,6 +129,7 @@ def test_same_records_give_the_same_bytes(drawn, name):
 
 def test_text_from_outside_is_escaped(drawn):
     page = drawn
+    assert "&lt;script&gt;alert(1)" in page.read_text()
     assert "models/&lt;nano&gt;" in page.read_text()
     assert "<b>" not in page.read_text()
 

@@ -26,7 +26,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
         usage="--model M --data D --methods A,B --output GRID [FLAGS]",
         first=("config", "model", "data", "methods", "sparsities", "recover.steps", "output"),
     )
-    flags.add_fields(RunOptions, skip=("report", "tensorboard", "parallel"))
+    flags.add_fields(RunOptions, skip=("report", "tensorboard", "tracker", "parallel"))
     flags.add_fields(GridOptions)
     flags.add_run_switches()
     flags.add_methods(methods, asked_by=f"--methods {','.join(methods)}", only_in_files=only_in_files)
@@ -37,7 +37,7 @@ def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) 
     flags.add_fields(EvalOptions, prefix="eval")
     flags.add_fields(ScoredTasks, prefix="eval")
     reason = "is a flag of wide prune; a comparison always writes its tables and its page"
-    flags.refuse(["report", "tensorboard"], reason)
+    flags.refuse(["report", "tensorboard", "tracker"], reason)
     flags.refuse(["train.seed", "recover.seed"], "is not for this command: --seeds are those of every stage")
     return flags
 

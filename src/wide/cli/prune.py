@@ -13,7 +13,7 @@ from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
 from wide.methods.catalogue import Match, WideMethodConfig, get, names
 from wide.runs.process import stoppable
-from wide.runs.settings import EvalOptions, LoraOptions, PruneRequest, RunOptions, build
+from wide.runs.settings import EvalOptions, LoraOptions, PruneRequest, RunOptions, SampleOptions, build
 
 _DEFAULT = "wide"
 # What a method that trains nothing takes of stage 1: how its calibration text is packed, and the seed.
@@ -56,6 +56,7 @@ def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Argumen
     flags.add_fields(LoraOptions, prefix="recover")
     flags.add_fields(RecoverConfig, prefix="recover", skip=("steps",))
     flags.add_fields(EvalOptions, prefix="eval")
+    flags.add_fields(SampleOptions, prefix="sample")
     return flags
 
 
@@ -95,6 +96,11 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
             "everything of a trained adapter)"
         )
     method, match = values["method"], values["match"]
+    if values["tracker"] is not None and (method, match) != (_DEFAULT, "nominal"):
+        raise UsageError(
+            f"--tracker keeps the curves of --method {_DEFAULT} --match nominal only, and the command runs --method "
+            f"{method} --match {match}; leave it out"
+        )
     objective = build(ObjectiveConfig, values, group="objective", sparsity=values["sparsity"])
     lora = build(LoraOptions, values, group="recover")
     return PruneRequest(
@@ -102,6 +108,7 @@ def request(values: Mapping[str, Any]) -> PruneRequest:
         recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
         dense_baseline=lora.dense_baseline,
         scoring=build(EvalOptions, values, group="eval"),
+        sample=build(SampleOptions, values, group="sample"),
         method=method,
         match=match,
         settings=_settings(values, objective),

@@ -9,7 +9,7 @@ from wide.cli.arguments import Arguments
 from wide.config import ObjectiveConfig, RecoverConfig, recorded_objective
 from wide.errors import AdapterError, ConfigError, UsageError
 from wide.runs.process import stoppable
-from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, build
+from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, build
 from wide.schema import typed
 
 
@@ -40,6 +40,7 @@ def arguments() -> Arguments:
     flags.add_fields(RecoverConfig, prefix="recover")
     flags.add_fields(LoraOptions, prefix="recover", only=("dense_baseline",))
     flags.add_fields(EvalOptions, prefix="eval")
+    flags.add_fields(SampleOptions, prefix="sample")
     return flags
 
 
@@ -59,6 +60,7 @@ def run(given: Sequence[str]) -> None:
         recover=build(RecoverConfig, values, group="recover"),
         dense_baseline=values["recover"]["dense_baseline"],
         scoring=scoring,
+        sample=build(SampleOptions, values, group="sample"),
     )
     from wide.runs.run import Run
 

@@ -100,7 +100,7 @@ def compare(
     given, lora = settings or {}, recover or RecoverConfig()
     # As the command parses and saves it.
     values = {
-        **_values(run, "report", "tensorboard"),
+        **_values(run, "report", "tensorboard", "tracker"),
         **_values(grid),
         **{
             name.replace("-", "_"): _values(method_settings(name, given.get(name, {}), "settings"))

@@ -12,7 +12,7 @@ from jinja2 import Environment
 from wide.report.drawing import FOLDER, save_figure
 from wide.report.figure import Figure, MissingRecordsError
 from wide.report.run_figures import FIGURES
-from wide.report.selection import Selection
+from wide.report.selection import NAMES, Selection
 from wide.report.table import Table, verdict
 
 _MOST_ROWS = 400
@@ -31,6 +31,7 @@ class Section:
         folded: Whether tables are to be opened.
         facts: What was run, on what and when, by name.
         figure: A drawn figure, as `figure_sections` makes it.
+        samples: Titles and texts as they were generated.
         files: Place of each file of records, what it says of its measurement, and the command that measured.
     """
 
@@ -41,6 +42,7 @@ class Section:
     facts: Mapping[str, str] | None = None
     figure: Mapping[str, Any] | None = None
     texts: Sequence[str] = ()
+    samples: Sequence[tuple[str, str]] = ()
     items: Sequence[str] = ()
     files: Sequence[tuple[str, str, str]] = ()
 
@@ -59,11 +61,13 @@ def render(title: str, sections: Sequence[Section]) -> str:
 
 def run_sections(run: Selection, table: Table, folder: Path, speed: str) -> list[Section]:
     """Return the sections of a run, beginning with what it came to, and write the files of its figures."""
+    samples = [(name, text) for subject, name in NAMES.items() if (text := run.text(subject, "sample"))]
     return [
         Section(verdict=[*verdict(run), speed]),
         _results(run, table),
         Section(title="The run", facts=facts(run)),
         *figure_sections(FIGURES, run, folder),
+        *([Section(title="Generated text", samples=samples)] if samples else []),
     ]
 
 

@@ -12,7 +12,8 @@ from wide.report.table import summary_table, verdict
 from wide.runs.folder import CONFIG, RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import is_main_process, say
-from wide.runs.settings import RunRequest
+from wide.runs.settings import GenerationOptions, RunRequest, flags_named
+from wide.runs.text import continue_prompt, encode
 from wide.training.parallel import DataParallel
 
 BOARD = "tensorboard"
@@ -21,12 +22,19 @@ _PERPLEXITY = "token_perplexity"
 
 
 class RunResults:
-    """The records of a run, subject by subject: the dense model, and what each stage leaves."""
+    """The records of a run, subject by subject: the dense model, and what each stage leaves.
+
+    Raises ConfigError if the prompt of the sample does not fit into the model.
+    """
 
     def __init__(self, request: RunRequest, folder: RunFolder, materials: Materials, processes: DataParallel) -> None:
         self._folder, self._materials, self._processes = folder, materials, processes
-        self._draws, self._target = request.run.report, ""
+        self._draws, self._prompt, self._target = request.run.report, request.sample.prompt, ""
+        self._sampling = GenerationOptions(max_new_tokens=request.sample.tokens, temperature=0.8, top_p=0.9)
         self.records = folder.new_records()
+        if self._prompt and request.scoring.tokens != 0:
+            with flags_named("sample", of=()):
+                encode(materials.model, materials.tokenizer, self._prompt, self._sampling)
 
     def begin(self, target: str, sparsity: float, command: str) -> None:
         """Claim the folder, and note what is run."""
@@ -77,6 +85,9 @@ class RunResults:
         field, words = measure_of(self._target)
         sparsity = "" if report.sparsity is None else f", skipped {getattr(report.sparsity, field):.1%} {words}"
         say(f"{subject}: perplexity {report.model.perplexity.perplexity:.2f}{sparsity}")
+        if self._prompt:
+            text, _ = continue_prompt(model, self._materials.tokenizer, self._prompt, self._sampling)
+            records.append(Record(subject=subject, metric="sample", value=self._prompt + text, unit="text"))
         return records
 
     def finish(self, seconds: float) -> None:
@@ -96,5 +107,7 @@ class RunResults:
         run, lines = Selection(*read_records(self.records.path)), list[Any]()
         if self._materials.held_out[0] is not None:
             lines += ["", *verdict(run), "", summary_table(run).to_text()]
+            if text := run.text(run.subjects()[-1], "sample"):
+                lines += ["", f"sample ({run.subjects()[-1]}):", *(f"  | {line}" for line in text.splitlines())]
         lines += ["", f"finished in {seconds:.0f} s; written:", *(f"  {path}" for path in paths)]
         say("\n".join(lines))

@@ -28,7 +28,7 @@ from wide.runs.sources import chosen_dtype, find_adapter, require_lora
 from wide.training.checkpoint import has_checkpoint
 from wide.training.modes import rehearsal
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import require_tensorboard
+from wide.training.progress_log import require_tensorboard, require_tracker
 from wide.training.stages import prune, recover
 from wide.training.trainer import micro_batch_size
 
@@ -74,6 +74,7 @@ class Run:
             stages.append(request.recover)
         if options.report:
             require_matplotlib()
+        require_tracker(options.tracker)
         if left_out := require_tensorboard(options.tensorboard):
             say(left_out)
         distils = request.objective.distillation > 0 or bool(request.recover and request.recover.distillation)
@@ -197,6 +198,7 @@ class Run:
             "resume": self._folder.resume,
             # A folder for each stage: what a resumed stage does again replaces what it wrote, and nothing else.
             "tensorboard": self._folder.path / BOARD / name if wanted else None,
+            "tracker": self._request.run.tracker,
         }
 
     def _train(self, subject: str, stage: Callable[[], Any], *, doing: str = "training") -> None:

@@ -60,6 +60,8 @@ class RunOptions(ModelOptions):
         report: Draw report.html and figures (needs matplotlib).
         tensorboard: Write the curves of training for TensorBoard, too, into OUTPUT/tensorboard; null writes them where
             tensorboard is installed.
+        tracker: Keep the curves with a service, too: wandb or trackio, each configured by its own means (for example
+            WANDB_MODE=offline); null keeps them here.
         parallel: How the processes that torchrun started hold the base: 'replicate' each the whole, 'fsdp' each a
             share, 'auto' the whole where it and the activations fit the smallest GPU.
     """
@@ -72,6 +74,7 @@ class RunOptions(ModelOptions):
     cache: str | None = None
     report: bool = True
     tensorboard: bool | None = None
+    tracker: Literal["wandb", "trackio"] | None = None
     parallel: Parallel = "auto"
 
     def require_found(self) -> None:
@@ -159,6 +162,19 @@ class ScoredTasks(Checked):
     def protocol(self) -> dict[str, Any]:
         """What `wide.evaluate` is to do about tasks."""
         return {"tasks": self.names, "local_data": self.local_data, "limit": self.limit}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions(Checked):
+    """A sample of generated text for the report.
+
+    Args:
+        prompt: Its beginning; empty writes no sample.
+        tokens: Tokens to generate.
+    """
+
+    prompt: str = ""
+    tokens: Annotated[int, Between(1, hint="an empty prompt writes no sample")] = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,6 +295,7 @@ class RunRequest:
     recover: RecoverConfig | None
     dense_baseline: bool = False
     scoring: EvalOptions
+    sample: SampleOptions
 
     @property
     def max_tokens(self) -> int:

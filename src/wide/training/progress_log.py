@@ -1,14 +1,19 @@
-"""What a run shows and keeps of its course: a bar or plain lines, records, and optionally TensorBoard."""
+"""What a run shows and keeps of its course: a bar or plain lines, records, and optionally TensorBoard or a tracker."""
 
+import importlib
 import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 from wide.data.progress import bar_of
-from wide.errors import MissingExtraError
+from wide.errors import ConfigError, MissingExtraError
 from wide.records import Record, RecordFile, read_records
 from wide.writing import write_whole
+
+TrackerName = Literal["wandb", "trackio"]
+_PROJECT = "wide"
 
 _UNITS = {
     **dict.fromkeys(("loss", "lm_loss", "distillation"), "nat/token"),
@@ -16,6 +21,19 @@ _UNITS = {
     **dict.fromkeys(("temperature", "learning_rate", "gradient_norm"), "1"),
     "tokens_per_second": "token/s",
 }
+
+
+def require_tracker(name: TrackerName | None) -> None:
+    """Refuse a tracker that cannot be used before anything has been trained; None is always fine.
+
+    Raises ConfigError if there is no such tracker, and MissingExtraError if its library is not installed.
+    """
+    if name is None:
+        return
+    if name not in get_args(TrackerName):
+        raise ConfigError(f"tracker {name!r} is not one of {list(get_args(TrackerName))}; TensorBoard is --tensorboard")
+    if importlib.util.find_spec(name) is None:
+        raise MissingExtraError(f"the tracker {name} is not installed: pip install {name}, or leave --tracker out")
 
 
 def require_tensorboard(wanted: bool | None) -> str | None:
@@ -49,6 +67,7 @@ class StageOptions:
     train_routers: bool = True
     anneal: bool = True
     tensorboard: str | Path | None = None
+    tracker: TrackerName | None = None
 
 
 class ProgressLog:
@@ -60,10 +79,11 @@ class ProgressLog:
     def __init__(
         self, options: StageOptions, *, steps: int, first_step: int, device: str = "", silent: bool = False
     ) -> None:
-        title, folder = options.title, options.output
+        title, folder, tracker = options.title, options.output, options.tracker
         self._title, self._silent, self._steers = title, silent, options.train_routers
         self._bar = bar_of(total=steps, initial=first_step, desc=title, unit="step", leave=True)
         self._records, self._board = None, None
+        self._tracker: Any = None
         if folder is not None and not silent:
             path = folder / "metrics.jsonl"
             _forget_from(path, title, first_step)
@@ -75,6 +95,13 @@ class ProgressLog:
                 raise MissingExtraError("TensorBoard is not installed: pip install 'wide[log]'") from error
             # Steps that are done again replace those of the interrupted run.
             self._board = SummaryWriter(str(options.tensorboard), purge_step=first_step or None)
+        if tracker is not None and not silent:
+            # Where curves go and who owns them is the library's own configuration.
+            name = title if folder is None else f"{folder.resolve().parent.name}, {title}"
+            library: Any = importlib.import_module(tracker)
+            self._tracker = library.init(project=_PROJECT, name=name)
+            # trackio has no word for a run that failed.
+            self._failure = {"exit_code": 1} if tracker == "wandb" else {}
 
     def add(self, points: list[tuple[int, dict[str, float]]]) -> None:
         """Show the last point and record all of them; a point is (step, name -> value)."""
@@ -101,12 +128,16 @@ class ProgressLog:
             if self._board is not None:
                 for name, value in values.items():
                     self._board.add_scalar(f"{self._title}/{name}", value, at)
+            if self._tracker is not None:
+                self._tracker.log(values, step=at)
 
-    def close(self) -> None:
-        """Finish the bar and the files."""
+    def close(self, *, failed: bool = False) -> None:
+        """Finish the bar and the files; a run that `failed` ended early, and no tracker calls it finished."""
         self._bar.close()
         if self._board is not None:
             self._board.close()
+        if self._tracker is not None:
+            self._tracker.finish(**(self._failure if failed else {}))
 
 
 def _summary(values: dict[str, float], *, steers: bool) -> str:

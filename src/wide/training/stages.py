@@ -28,7 +28,7 @@ from wide.training.inference_target import calibration_batches, meet_target
 from wide.training.memory import saying_what_fits
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.progress_log import StageOptions
+from wide.training.progress_log import StageOptions, TrackerName, require_tracker
 from wide.training.start import attach_started, start_settings
 from wide.training.text_source import ShiftedSource, TrainingData, batch_source, describe_source
 from wide.training.trainer import Trainer, micro_batch_size
@@ -50,6 +50,7 @@ def prune(
     resume: bool = False,
     calibrate_threshold: bool = True,
     tensorboard: str | Path | None = None,
+    tracker: TrackerName | None = None,
 ) -> Any:
     """Train routers until the model skips the wanted share (stage 1), and return the model.
 
@@ -71,10 +72,12 @@ def prune(
         resume: Continue from the newest checkpoint in `output`, if there is one.
         calibrate_threshold: Whether the threshold may be moved off 0, the paper's argmax, to meet the target.
         tensorboard: Folder for TensorBoard's files; None writes none.
+        tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
 
     Raises:
         ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not
             given, or the plan has no router.
+        MissingExtraError: If the tracker is not installed.
         DataError: If the text is too short or does not fit the model's vocabulary.
         UnsupportedModelError: If the model cannot be routed.
         ShapeError: If a group size does not divide.
@@ -82,6 +85,7 @@ def prune(
 
     Source: paper, section 3.2 (router training) and section 4.1 (settings).
     """
+    require_tracker(tracker)
     objective = _objective(objective, sparsity)
     require(WideConfig | Plan | None, config, "config", "a WideConfig or a Plan")
     require(StageConfig | None, stage, "stage", "a StageConfig")
@@ -99,7 +103,7 @@ def prune(
     parallel = DataParallel.from_environment(_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
-    options = StageOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard)
+    options = StageOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
     came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
     try:
         if came_bare:
@@ -127,6 +131,7 @@ def recover(
     resume: bool = False,
     calibrate_threshold: bool = True,
     tensorboard: str | Path | None = None,
+    tracker: TrackerName | None = None,
 ) -> Any:
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
@@ -153,6 +158,7 @@ def recover(
     Source: paper, section 3.2 (LoRA tuning) and section 4.1 (settings).
     """
     state = attachment(model)
+    require_tracker(tracker)
     require(RecoverConfig | None, stage, "stage", "a RecoverConfig")
     stage = stage or RecoverConfig()
     train_routers = stage.train_routers and state.plan.is_routed
@@ -181,6 +187,7 @@ def recover(
         train_routers=train_routers,
         anneal=stage.restart_temperature,
         tensorboard=tensorboard,
+        tracker=tracker,
     )
     calibrate = calibrate_threshold and train_routers
     _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)

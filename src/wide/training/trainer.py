@@ -127,6 +127,7 @@ class Trainer:
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+        failed = True
         try:
             with (
                 training_mode(
@@ -144,9 +145,10 @@ class Trainer:
                 # Also what came while the last checkpoint was written.
                 if self._parallel.any(stop.is_set()):
                     raise KeyboardInterrupt(f"stopped after step {stage.steps} of {stage.steps}")
+            failed = False
         finally:
             attachment(self._model).control.sampling.temperature = self._heat
-            log.close()
+            log.close(failed=failed)
         return self._outcome(first)
 
     def _resume(self) -> int:
