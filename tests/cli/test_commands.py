@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -608,9 +607,16 @@ def test_folders_of_others_are_never_touched(tmp_path, tiny_model_folder, prose_
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_auto_on_a_cpu_is_the_type_that_is_fast_there(capsys):
+@pytest.mark.parametrize(("half", "dtype"), [(4.0, torch.float32), (1.2, torch.bfloat16)])
+def test_auto_on_a_cpu_takes_the_dtype_that_is_fast_there_and_keeps_to_it(half, dtype, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WIDE_CACHE", str(tmp_path))
     options = AdapterOptions(model="models/nano", device="cpu")
-    assert sources.load_base(options).dtype == torch.float32
-    assert "CPUs are faster" in capsys.readouterr().out
+    monkeypatch.setattr(sources, "_product_seconds", lambda dtype: 1.0 if dtype == torch.float32 else half)
+    assert sources.load_base(options).dtype == dtype
+    assert ("this CPU is faster" in capsys.readouterr().out) == (dtype == torch.float32)
+    # Measured once: a run that goes on finds the same.
+    monkeypatch.setattr(sources, "_product_seconds", lambda dtype: 1.0 if dtype != torch.float32 else half)
+    assert getattr(torch, sources.chosen_dtype(options).replace("auto", "bfloat16")) == dtype
     assert sources.load_routed(options, keeps_dtype=True).dtype == torch.bfloat16
-    assert sources.load_base(replace(options, dtype="bfloat16")).dtype == torch.bfloat16
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sources.chosen_dtype(options) == "auto"

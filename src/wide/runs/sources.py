@@ -1,7 +1,9 @@
 """The models and texts of a run, as its settings name them."""
 
 import importlib.util
+import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from wide.data.progress import loading
 from wide.data.tokenizer import check_positions
 from wide.errors import DataError, MissingExtraError
 from wide.evaluation.evaluate import scored_split
+from wide.kernels.native.build import cache_folder
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
 from wide.models.hub import local_folder
@@ -33,8 +36,11 @@ from wide.runs.process import num_processes, say
 from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel
 from wide.training.memory import needed
 from wide.training.parallel import DataParallel
+from wide.writing import write_whole
 
 _WITHOUT_HELD_OUT = "Name some with --eval.data (and --eval.split), or switch the evaluation off with --eval.tokens 0"
+# Weights take twice the memory in float32: that is for a clear gain only.
+_WORTH_FLOAT32 = 1.5
 # Characters of text that hold a token at the very most, in prose of any language and any tokenizer in use.
 _CHARACTERS_PER_TOKEN = 16
 
@@ -65,7 +71,7 @@ def load_base(
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     where, dtype = choose_device(device), options.dtype if keeps_dtype else chosen_dtype(options)
     if dtype != options.dtype:
-        say(f"in {dtype}, in which CPUs are faster; --dtype bfloat16 or float16 takes half of the memory")
+        say(f"in {dtype}, in which this CPU is faster; --dtype bfloat16 or float16 takes half of the memory")
     if pruned_too and is_pruned_checkpoint(options.model):
         with loading():
             if is_quantised_checkpoint(options.model):
@@ -77,8 +83,11 @@ def load_base(
 
 
 def chosen_dtype(options: ModelOptions) -> str:
-    """Return the type of a base's weights: 'auto' is float32 for files in half precision on a CPU."""
-    if options.dtype != "auto" or choose_device(options.device).type != "cpu":
+    """Return the type of a base's weights: 'auto' is float32 on a CPU that is slow in the half precision of the file.
+
+    A CPU is measured once, so that runs that go on find the same type. Several processes keep the file's.
+    """
+    if options.dtype != "auto" or choose_device(options.device).type != "cpu" or num_processes() > 1:
         return options.dtype
     if is_gguf(options.model) or is_quantised_checkpoint(options.model):
         return options.dtype
@@ -86,9 +95,28 @@ def chosen_dtype(options: ModelOptions) -> str:
 
     with suppress(OSError, ValueError):
         stored = PreTrainedConfig.get_config_dict(options.model)[0]
-        if (stored.get("dtype") or stored.get("torch_dtype")) in ("bfloat16", "float16"):
+        half = stored.get("dtype") or stored.get("torch_dtype")
+        if half in ("bfloat16", "float16") and _cpu_speed(half) > _WORTH_FLOAT32:
             return "float32"
     return options.dtype
+
+
+def _cpu_speed(half: str) -> float:
+    """Return how many times as fast as in half precision this CPU multiplies in float32; measured once a machine."""
+    place = cache_folder() / f"cpu-{half}.json"
+    with suppress(OSError, ValueError):
+        return float(json.loads(place.read_text(encoding="utf-8")))
+    first, second = (min(_product_seconds(dtype) for _ in range(3)) for dtype in (getattr(torch, half), torch.float32))
+    with suppress(OSError):
+        write_whole(place, json.dumps(first / second))
+    return first / second
+
+
+def _product_seconds(dtype: torch.dtype) -> float:
+    rows, weight = (torch.full((count, 1024), 0.5, dtype=dtype) for count in (256, 1024))
+    start = time.perf_counter()
+    torch.nn.functional.linear(rows, weight)
+    return time.perf_counter() - start
 
 
 def _is_to_be_sharded(
