@@ -74,7 +74,7 @@ def run(given: Sequence[str]) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     rounds = "" if dtype == "float32" else f", in {dtype}"
     if rounds and how == "whole":
-        rounds += ", where rounding tips near ties of routers, too; --dtype float32 tells it from a fault"
+        rounds += "; rounding can change close decisions of routers: --dtype float32 shows whether that is all"
     difference = float((after - before).norm() / before.norm())
     say(f"logits of {_TOKENS} tokens differ by {difference:.1e} (relative{rounds})")
     first = "" if ordinary else ", after import wide"
