@@ -10,6 +10,7 @@ from torch.nn import functional
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import WEIGHTS
 from wide.kernels.dispatch import Backends
+from wide.kernels.int8 import hadamard, rotated
 from wide.kernels.linear_int8 import MAX_ROWS, quantise_int8
 from wide.kernels.route import split_weights
 from wide.kernels.route.reference import margins
@@ -43,12 +44,13 @@ def spread(mask, width):
     return mask.repeat_interleave(width // mask.shape[1], 1)
 
 
-def stored(weight, form):
-    """Return a weight as a format keeps it, its scales, and what both stand for."""
+def stored(weight, form, rotates=1):
+    """Return a weight as a format keeps it, its scales, what its rows are rotated by, and what all stand for."""
     if form == "model":
-        return weight, None, weight
-    values, scale = quantise_int8(weight)
-    return values, scale, values * scale[:, None]
+        return weight, None, None, weight
+    rotation = hadamard(rotates, weight) if form == "w8a8" else None
+    values, scale = quantise_int8(weight, rotation=rotation)
+    return values, scale, rotation, rotated(values * scale[:, None], rotation)
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
@@ -57,9 +59,9 @@ def test_products_are_those_of_masked_modules(rows, form, table, poisoned_memory
     monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "1")
     x, padding = torch.randn(rows, HIDDEN), torch.arange(rows) >= max(1, rows - 1)
     known, real = router(6), ~padding
-    both, both_scale, whole = stored(torch.randn(48, HIDDEN), form)
-    last, last_scale, whole_last = stored(torch.randn(HIDDEN, 24), form)
-    bias = torch.randn(48)
+    both, both_scale, turn, whole = stored(torch.randn(192, HIDDEN), form, HIDDEN)
+    last, last_scale, last_turn, whole_last = stored(torch.randn(HIDDEN, 96), form, 16)
+    bias, last_bias = torch.randn(192), torch.randn(HIDDEN)
 
     def near(found, wanted, *, rounds=True):
         """Rows that are quantised are off by less than a hundredth of the largest value at each of two products."""
@@ -68,16 +70,16 @@ def test_products_are_those_of_masked_modules(rows, form, table, poisoned_memory
 
     mask = margins(x, known) >= 0
     gate, up = functional.linear(x, whole, bias).chunk(2, 1)
-    wanted = functional.linear(functional.silu(gate) * up * spread(mask, 24), whole_last, bias)
+    wanted = functional.linear(functional.silu(gate) * up * spread(mask, 96), whole_last, last_bias)
     counts = torch.zeros(2, dtype=torch.int32)
     with override_forward_context(SimpleNamespace(is_padding=padding)):
-        parts = both, bias, both_scale, last, bias, last_scale, 0.5, form
+        parts = both, bias, both_scale, turn, last, last_bias, last_scale, last_turn, 0.5, form
         found = torch.ops.wide.routed_feed_forward(x, *known, counts, *parts)
         assert counts.tolist() == [mask[real].sum(), real.sum()]
         near(found[real], wanted[real])
         width = HEADS * DIM
         known, shape = router(2, extra=2), (KV_HEADS, DIM, 0.5, form)
-        weight, scale, whole = stored(torch.randn(2 * width, HIDDEN), form)
+        weight, scale, _, whole = stored(torch.randn(2 * width, HIDDEN), form)
         mask, qkv = torch.ops.wide.routed_queries(x, *known, counts, weight, None, scale, 2, *shape)
     own = margins(x, known)[:, :2] >= 0
     assert torch.equal(mask[real][:, :2], own[real])
@@ -86,9 +88,10 @@ def test_products_are_those_of_masked_modules(rows, form, table, poisoned_memory
     seen = spread(own, width) & real[:, None]
     near(qkv[:, :width][seen], wanted[:, :width][seen], rounds=False)
     heads = torch.randn(rows, width) * spread(own, width)
-    weight, scale, whole = stored(torch.randn(HIDDEN, width), form)
+    weight, scale, _, whole = stored(torch.randn(HIDDEN, width), form)
     near(torch.ops.wide.routed_output(heads, own, weight, None, scale, *shape), functional.linear(heads, whole))
-    dense = torch.ops.wide.dense_linear(heads[None], weight, None, scale, form == "w8a8")
+    weight, scale, turn, whole = stored(torch.randn(HIDDEN, width), form, width)
+    dense = torch.ops.wide.dense_linear(heads[None], weight, None, scale, form == "w8a8", turn)
     near(dense[0], functional.linear(heads, whole))
 
 
@@ -221,7 +224,7 @@ def test_requests_run_nothing_that_was_not_run_before(layer, form, monkeypatch):
     layer.sliding_window, width = (-1, -1), HEADS * DIM
 
     def linear(*shape):
-        weight, scale, _ = stored(torch.randn(shape), form)
+        weight, scale, *_ = stored(torch.randn(shape), form)
         return SimpleNamespace(weight=weight, weight_scale=scale, bias=None, input_size=shape[1], tp_rank=0, tp_size=1)
 
     pruning = Pruning(plan=None, thresholds={}, executed=0.5, weights=form)

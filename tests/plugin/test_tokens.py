@@ -14,6 +14,7 @@ from materialise_plans import width_plan
 from transformers import AutoModelForCausalLM
 
 import wide
+from wide.kernels.int8 import hadamard, rotated
 from wide.kernels.linear_int8 import quantise_int8
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
@@ -28,6 +29,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
 IN_ONE_PROCESS = {
     "nano": ("nano", {**EAGER, "counts": True}),
     "nano-int8": ("nano", {**EAGER, **INT8}),
+    "nano-w8a8": ("nano", {**EAGER, "hf_overrides": {"wide_weights": "w8a8"}}),
     "sparsity": ("nano", {**EAGER, "hf_overrides": {"wide_sparsity": 0.3}, "enable_prefix_caching": False}),
     "static": ("static", {}),
     **{family: (family, EAGER) for family in FAMILIES},
@@ -98,7 +100,7 @@ def check(folder, found, *, tensor_parallel_size=1, hf_overrides=None, **_):
     if "wide_sparsity" in overrides:
         wide.set_sparsity(masked, overrides["wide_sparsity"])
     if "wide_weights" in overrides:
-        round_weights(masked, tensor_parallel_size)
+        round_weights(masked, tensor_parallel_size, overrides["wide_weights"])
     with torch.no_grad():
         for prompt, new in zip(found["prompts"], found["tokens"], strict=True):
             logits = masked(torch.tensor([prompt + new[:-1]]), logits_to_keep=16, use_cache=False).logits[0]
@@ -111,13 +113,18 @@ def check(folder, found, *, tensor_parallel_size=1, hf_overrides=None, **_):
     return masked
 
 
-def round_weights(model, ranks):
+def round_weights(model, ranks, form):
     """Give projections the values that int8 weights stand for, with scales of each rank's part of the inputs."""
     for name, linear in model.base_model.named_modules():
         if isinstance(linear, torch.nn.Linear):
             parts = linear.weight.data.chunk(ranks if name.endswith(("o_proj", "down_proj")) else 1, dim=1)
-            made = [quantise_int8(part) for part in parts]
-            linear.weight.data = torch.cat([values * scale[:, None] for values, scale in made], dim=1)
+            turn = None
+            if form == "w8a8" and ".mlp." in name:
+                routed = model.base_model.get_submodule(name.rpartition(".")[0]).wide_router
+                size = linear.in_features // (routed.num_groups if name.endswith("down_proj") else 1)
+                turn = hadamard(size, linear.weight)
+            made = [quantise_int8(part, rotation=turn) for part in parts]
+            linear.weight.data = torch.cat([rotated(values * scale[:, None], turn) for values, scale in made], dim=1)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,14 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVP
 
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
+from wide.kernels.int8 import hadamard
 from wide.kernels.linear_int8 import quantise_int8
 from wide.vllm.operators import dense_linear
+from wide.vllm.sublayers import FeedForward, rotation_of
 
 _LOGGER = logging.getLogger("vllm.wide")
 _QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+_FFN = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def quantise_linears(model: nn.Module, form: str) -> None:
@@ -25,9 +28,13 @@ def quantise_linears(model: nn.Module, form: str) -> None:
         return
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     saved = _Saved(len(layers), form)
+    groups = {m.down_proj: m.wide_router.num_groups for m in model.modules() if isinstance(m, FeedForward)}
     for name, layer in layers.items():
         reads_heads = isinstance(layer, QKVParallelLinear) or name.endswith(_QUERIES_KEYS_VALUES)
-        layer.quant_method = _Int8(name, saved, int8_rows=form == "w8a8" and not reads_heads)
+        rounds = form == "w8a8" and not reads_heads
+        # As the engine does; a block stays in its group.
+        parts = groups.get(layer, 1) if rounds and name.endswith(_FFN) else None
+        layer.quant_method = _Int8(name, saved, int8_rows=rounds, parts=parts)
 
 
 class _Saved:
@@ -48,10 +55,11 @@ class _Int8(LinearMethodBase):
 
     Args:
         int8_rows: Whether rows are quantised where they are many.
+        parts: Groups of input channels, in which blocks are rotated; None = nothing is.
     """
 
-    def __init__(self, name: str, saved: _Saved, *, int8_rows: bool) -> None:
-        self.name, self.saved, self.int8_rows = name, saved, int8_rows
+    def __init__(self, name: str, saved: _Saved, *, int8_rows: bool, parts: int | None) -> None:
+        self.name, self.saved, self.int8_rows, self.parts = name, saved, int8_rows, parts
 
     def create_weights(self, *_args: Any, **_options: Any) -> None:
         """Create nothing: the layer has made its weight, in the model's dtype."""
@@ -63,15 +71,18 @@ class _Int8(LinearMethodBase):
             UnsupportedModelError: If the weight holds NaN or infinity.
         """
         weight: Any = layer.weight
-        values, scale = quantise_int8(weight)
+        rotation = None if self.parts is None else hadamard(weight.shape[1] // self.parts, weight.detach())
+        values, scale = quantise_int8(weight, rotation=rotation)
         if not bool(scale.isfinite().all()):
             raise UnsupportedModelError(
                 f"{self.name}: weights hold NaN or infinity, which int8 cannot; leave wide_weights out"
             )
         layer.weight = nn.Parameter(values, requires_grad=False)
         layer.register_buffer("weight_scale", scale, persistent=False)
+        layer.register_buffer("weight_rotation", rotation, persistent=False)
         self.saved.add(weight.nbytes, values.nbytes + scale.nbytes)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product [..., N] of rows [..., K]."""
-        return dense_linear(x, LinearWeights(layer.weight, bias, layer.weight_scale, self.int8_rows))  # type: ignore[arg-type]
+        weights = LinearWeights(layer.weight, bias, layer.weight_scale, self.int8_rows, rotation_of(layer))  # type: ignore[arg-type]
+        return dense_linear(x, weights)

@@ -38,9 +38,11 @@ def routed_feed_forward(
     gate_up: Tensor,
     gate_up_bias: Tensor | None,
     gate_up_scale: Tensor | None,
+    gate_up_rotation: Tensor | None,
     last: Tensor,
     last_bias: Tensor | None,
     last_scale: Tensor | None,
+    last_rotation: Tensor | None,
     executed: float,
     weights: str,
 ) -> Tensor:
@@ -52,6 +54,7 @@ def routed_feed_forward(
         counts: Of `route`.
         gate_up: Gate and below it up, [2 F, D].
         gate_up_scale: Of int8 weights, float32 [2 F].
+        gate_up_rotation: Of rows, as in `LinearWeights`.
         last: Weight of down, [D, F].
         executed: Expected share of (token, group) pairs that execute.
         weights: Format of the weights, one of `WEIGHTS`.
@@ -59,9 +62,9 @@ def routed_feed_forward(
     sizes = ffn_sizes(x.shape[1], last.shape[1], router.difference.shape[0], weights)
     table = table_of(x.device, x.dtype, sizes, executed)
     mask, int8_rows = _decide(x, router, counts, table), weights == "w8a8"
-    gate_and_up = LinearWeights(gate_up, gate_up_bias, gate_up_scale, int8_rows)
+    gate_and_up = LinearWeights(gate_up, gate_up_bias, gate_up_scale, int8_rows, gate_up_rotation)
     gated = GatedWeights.of_rows(gate_and_up, last.shape[1], "silu")
-    return feed_forward(gated, LinearWeights(last, last_bias, last_scale, int8_rows), x, mask, table)
+    return feed_forward(gated, LinearWeights(last, last_bias, last_scale, int8_rows, last_rotation), x, mask, table)
 
 
 @operator(

@@ -125,6 +125,11 @@ def scale_of(linear: nn.Module) -> Tensor | None:
     return getattr(linear, "weight_scale", None)
 
 
+def rotation_of(linear: nn.Module) -> Tensor | None:
+    """Return what blocks of the input are multiplied by before int8 weights, [b, b], or None."""
+    return getattr(linear, "weight_rotation", None)
+
+
 def cleared(values: Tensor, mask: Tensor) -> Tensor:
     """Return values [M, C] with zeros in skipped groups, in plain torch: the compiler fuses it."""
     grouped = values.unflatten(1, (mask.shape[1], values.shape[1] // mask.shape[1]))
@@ -155,8 +160,10 @@ class FeedForward(nn.Module):
         """Return the output [M, D] of this rank's channels alone."""
         first, last = self.gate_up_proj, self.down_proj
         bias = None if last.tp_rank > 0 else last.bias
-        parts = (first.weight, first.bias, scale_of(first), last.weight, bias, scale_of(last), *self.how)
-        return torch.ops.wide.routed_feed_forward(x, *self.wide_router.weights, self.wide_router.counts, *parts)  # type: ignore[no-any-return]
+        reading = first.weight, first.bias, scale_of(first), rotation_of(first)
+        writing = last.weight, bias, scale_of(last), rotation_of(last)
+        known = *self.wide_router.weights, self.wide_router.counts
+        return torch.ops.wide.routed_feed_forward(x, *known, *reading, *writing, *self.how)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [M, D] of normed rows [M, D], of all ranks together."""
