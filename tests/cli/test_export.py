@@ -14,7 +14,6 @@ from wide.grouping import Grouping
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load, save
 from wide.models.attach import attach
-from wide.models.lora import add_lora
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped
 from wide.writing import whole_folder
 
@@ -124,28 +123,3 @@ def test_a_disk_that_is_full_is_said_in_words(what, limit, tiny_model_folder, tm
         raise OSError(errno.EFBIG, "File too large")
     assert "SafetensorError" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"adapter"}
-
-
-def test_where_single_weights_are_pruned_lora_is_exported_as_it_was_trained(tiny_model_folder, tmp_path):
-    model, ids = base(tiny_model_folder), torch.arange(8).unsqueeze(0)
-    generator = torch.Generator().manual_seed(5)
-    weights = {
-        name: value.detach() * (torch.rand(value.shape, generator=generator) < 0.5)
-        for name, value in model.named_parameters()
-        if "_proj" in name
-    }
-    attach(model, Plan((WHOLE,) * model.config.num_hidden_layers), weights=weights)
-    with torch.no_grad():
-        pruned = model(ids).logits
-    for parameter in add_lora(model, rank=4).parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    save(model.eval(), tmp_path / "adapter")
-    with torch.no_grad():
-        wanted = model(ids).logits
-    assert not torch.allclose(wanted, pruned, atol=1e-2)
-    given = ["export", "--model", str(tiny_model_folder), "--adapter", str(tmp_path / "adapter"), "--device=cpu"]
-    assert main([*given, "--output", str(tmp_path / "model"), "--dtype=float32", "--how=masked"]) == 0
-    exported = base(tmp_path / "model")
-    with torch.no_grad():
-        torch.testing.assert_close(exported(ids).logits, wanted, atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(exported.state_dict()[name] == 0, value == 0) for name, value in weights.items())

@@ -46,7 +46,7 @@ def _compiled(program: str, target: int, head_dims: tuple[int, ...] | None = Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_products_and_sorts_compile(target: int) -> None:
     results = _compiled("compile_kernels", target)
-    assert len(results) == 23
+    assert len(results) == 24
     drain = next(result["order"] for result in results if result["kernel"] == "_drain_kernel")
     # A race that no interpreter shows: everything is read, then comes the barrier, then cells are cleared.
     assert re.fullmatch("(LDG)+BAR(STG)+", drain), drain

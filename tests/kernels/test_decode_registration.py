@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import wide.kernels.attention_prefill  # noqa: F401  registers its operator
 from wide.errors import ShapeError
 from wide.kernels.attention_decode import attention_decode
 from wide.kernels.gemv import gemv_k, gemv_mn
@@ -32,11 +33,7 @@ def test_opcheck(backend: str) -> None:
     order = reorder_sequences(torch.ones(2, 8, 2, dtype=torch.bool, device=DEVICE), backend="torch")
     q, k, x, weight = _values(2, 8, 4, 16), _values(2, 9, 2, 16), _values(2, 64), _values(32, 64)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (
-            torch.ops.wide.attention_prefill,
-            (q, k, k, *order),
-            {"starts": lengths - 4, "window": 5, "zero_skipped": True},
-        ),
+        (torch.ops.wide.attention_prefill, (q, k, k, *order), {"window": 5, "zero_skipped": True}),
         (torch.ops.wide.attention_decode, (q[:, 0], k, k, lengths, mask), {"soft_cap": 3.0}),
         (torch.ops.wide.gemv_mn, (x, weight, mask), {"up_weight": weight, "activation": "silu", "zero_skipped": True}),
         (torch.ops.wide.gemv_k, (x, weight, mask), {"tile": []}),

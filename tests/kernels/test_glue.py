@@ -35,7 +35,7 @@ def test_opcheck(backend: str) -> None:
         (torch.ops.wide.rms_norm, (x, weight, x + 1, 1e-6, False, backend), {}),
         (torch.ops.wide.rms_norm, (x, weight, None, 1e-6, True, backend), {}),
         (torch.ops.wide.route, (x, *_router()), {"backend": backend}),
-        (torch.ops.wide.norm_route, (x, weight, x + 1, *_router(), 0.0, 1e-6, False, False, backend), {}),
+        (torch.ops.wide.norm_route, (x, weight, x + 1, *_router(), 1e-6, False, False, backend), {}),
         (torch.ops.wide.rope_to_cache, rope, {"mask": mask, "interleaved": True, "backend": backend}),
     ]
     for operator, arguments, options in calls:
