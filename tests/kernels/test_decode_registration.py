@@ -31,9 +31,13 @@ def test_opcheck(backend: str) -> None:
     mask = torch.tensor([[True, False], [True, True]], device=DEVICE)
     lengths = torch.tensor([9, 4], dtype=torch.int32, device=DEVICE)
     order = reorder_sequences(torch.ones(2, 8, 2, dtype=torch.bool, device=DEVICE), backend="torch")
+    one = reorder_sequences(torch.ones(1, 8, 2, dtype=torch.bool, device=DEVICE), backend="torch")
+    ends = torch.arange(8, dtype=torch.int32, device=DEVICE)
+    runs = torch.stack((ends.clamp(max=3), ends + 2))
     q, k, x, weight = _values(2, 8, 4, 16), _values(2, 9, 2, 16), _values(2, 64), _values(32, 64)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (torch.ops.wide.attention_prefill, (q, k, k, *order), {"window": 5, "zero_skipped": True}),
+        (torch.ops.wide.attention_prefill, (q[:1], k[:1], k[:1], *one), {"runs": runs, "soft_cap": 3.0}),
         (torch.ops.wide.attention_decode, (q[:, 0], k, k, lengths, mask), {"soft_cap": 3.0}),
         (torch.ops.wide.gemv_mn, (x, weight, mask), {"up_weight": weight, "activation": "silu", "zero_skipped": True}),
         (torch.ops.wide.gemv_k, (x, weight, mask), {"tile": []}),
