@@ -10,6 +10,7 @@ import torch
 from families import FAMILIES, STRAIGHT, distinct, make, stirred, tokens
 from peft import LoraConfig, get_peft_model
 from tables import fixed
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -26,6 +27,7 @@ CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 CLOSE = {"atol": 5e-5, "rtol": 2e-4}
 # Twenty-four rows take the gathered operators, eight the dense products, and one to four those for few rows.
 SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
+ON_HOST = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, transformers batches on it")
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -40,7 +42,10 @@ def linears(model):
 @torch.no_grad()
 def rounded(model, rotates=False):
     """Give a model the weights that int8 stands for, those of the FFN rotated while they are rounded."""
-    for linear in linears(model):
+    head = model.lm_head
+    # The embedding stays as it is.
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    for linear in (*linears(model), head):
         turn = turn_of(model, linear) if rotates else None
         values, scale = quantise_int8(linear.weight, rotation=turn)
         linear.weight.copy_(rotated(values * scale[:, None], turn))
@@ -131,7 +136,7 @@ def test_a_rotation_spreads_what_stands_out(channels, size):
     assert errors[1] < 0.5 * errors[0]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, transformers batches on it")
+@ON_HOST
 def test_batches_and_threads_give_what_calls_alone_give():
     model, wanted = optimised(routed()), rounded(routed())
     prompts = [tokens(1, length, seed=length) for length in (5, 17, 3, 30)]
@@ -222,6 +227,7 @@ def test_calls_that_the_engine_cannot_read_for_use_the_weights_of_now():
     torch.testing.assert_close(model(ids).logits, wanted(ids).logits, atol=2e-2, rtol=2e-2)
 
 
+@ON_HOST
 def test_a_running_batch_keeps_the_weights_that_its_graphs_read():
     model, ids = optimised(routed()), tokens(1, 12)
     decoder = attachment(model).engine.decoder
@@ -311,8 +317,8 @@ def test_an_adapter_of_peft_says_that_int8_is_off():
 
 
 def test_what_cannot_be_quantised_is_refused_and_left_as_it_was():
-    with pytest.raises(ConfigError, match=r"unknown weights 'int4'; choose one of \['model', 'int8', 'w8a8'\]"):
-        optimize(routed(), table=SMALL, weights="int4")
+    with pytest.raises(ConfigError, match=r"unknown weights 'fp8'; choose one of \['model', 'int8', 'w8a8'\]: int8 lo"):
+        optimize(routed(), table=SMALL, weights="fp8")
     model = routed()
     last = model.model.layers[1].mlp.down_proj
     for spoil, match in (
@@ -331,9 +337,13 @@ def test_what_cannot_be_quantised_is_refused_and_left_as_it_was():
         model(tokens(), labels=tokens()).loss.backward()
 
 
-def test_memory_that_is_spared_is_told():
-    model = optimised(routed())
-    original = sum(linear.weight.nbytes for linear in linears(model))
-    scales = sum(4 * linear.out_features for linear in linears(model))
-    assert attachment(model).engine.decoder.saved_bytes == original - original // 4 - scales
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_memory_that_is_spared_is_told(family):
+    model = optimised(routed(family))
+    head = model.lm_head
+    kept = head.weight.nbytes if head.weight is model.model.embed_tokens.weight else 0
+    assert (kept > 0) == (family == "gemma2")
+    original = sum(linear.weight.nbytes for linear in (*linears(model), head))
+    scales = sum(4 * linear.out_features for linear in (*linears(model), head))
+    assert attachment(model).engine.decoder.saved_bytes == original - kept - original // 4 - scales
     assert attachment(optimize(routed(), table=SMALL)).engine.decoder.saved_bytes == 0

@@ -64,12 +64,12 @@ def optimize(
         backend: 'auto' follows measurements of this kind of device, by shape and expected rates, with dense products
             as candidates (`wide tune` measures a model's own shapes); 'triton' skips from fixed numbers of tokens on;
             'torch' is the reference, for any device.
-        weights: 'model' takes the linear layers of attention and FFN as they are. 'int8' makes copies with a scale for
-            each output channel, from bfloat16 or float16 (on a CPU also float32), and the masked model computes with
-            them, too; the layers' own weights move to host memory, and `deoptimize` moves them back, bit for bit. A
-            model that is saved has its own weights. With 'w8a8' products of more than 256 rows, as in prompts, also
-            have int8 rows with a scale for each, except those of queries, keys and values. Rotations of blocks of
-            channels in the FFN keep the loss small.
+        weights: 'model' takes the linear layers of attention and FFN as they are. 'int8' makes copies of these and of
+            the head with a scale for each output channel, from bfloat16 or float16 (on a CPU also float32), and the
+            masked model computes with them, too; the layers' own weights move to host memory, and `deoptimize` moves
+            them back, bit for bit. A model that is saved has its own weights. With 'w8a8' products of more than 256
+            rows, as in prompts, also have int8 rows with a scale for each, except those of queries, keys and values.
+            Rotations of blocks of channels in the FFN keep the loss small.
         table: Which operator runs at which sizes, instead of what `backend` stands for.
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN, for 'auto'.
         sample: Token ids without padding, int32 or int64 [B, T], of typical prompts, as long as they are. Set the
@@ -93,7 +93,8 @@ def optimize(
     if backend not in _BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
     if weights not in WEIGHTS:
-        raise ConfigError(f"unknown weights {weights!r}; choose one of {list(WEIGHTS)}")
+        why = ": int8 loses less than FP8, at the same speed" if weights == "fp8" else ""
+        raise ConfigError(f"unknown weights {weights!r}; choose one of {list(WEIGHTS)}{why}")
     shares = executed if isinstance(executed, Sequence) else ()
     if len(shares) != 2 or not all(isinstance(share, Real) and 0 < share <= 1 for share in shares):
         raise ConfigError(f"executed must be two shares in (0, 1] like (0.34, 0.7), got {executed!r}")

@@ -32,7 +32,7 @@ class Decoder:
         max_length: Largest position plus one; None = as many as the model has positions for.
         tables: Which operator skips at which size, for each layer; None = the defaults of `OperatorTable`.
         checked: Compare a short dense forward with the model's own and refuse a model that differs.
-        weights: Format of the layers' projections: 'model', 'int8' or 'w8a8'.
+        weights: Format of the layers' projections and the head: 'model', 'int8' or 'w8a8'.
 
     Raises:
         UnsupportedModelError: If a part of the model is none that the engine computes; the message names it.

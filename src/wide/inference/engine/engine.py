@@ -37,7 +37,7 @@ class Engine:
 
     Args:
         tables: Which operator runs where, for each layer.
-        weights: Format of the layers' projections: 'model', 'int8' or 'w8a8'.
+        weights: Format of the layers' projections and the head: 'model', 'int8' or 'w8a8'.
 
     Raises:
         UnsupportedModelError: If the model has a part that the engine does not compute.

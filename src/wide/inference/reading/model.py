@@ -44,7 +44,7 @@ class ModelWeights:
         logit_scale: Factor of the logits, or None.
         logit_cap: Bound of the logits, or None.
         max_length: Largest position plus one.
-        taken: How the layers' projections were taken.
+        taken: How projections were taken.
     """
 
     specs: tuple[BlockSpec, ...]
@@ -69,7 +69,7 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
 
     Args:
         max_length: Largest position plus one; None = as many as the model has positions for.
-        weights: Format of the layers' projections, one of `WEIGHTS`.
+        weights: Format of the layers' projections and of the head, one of `WEIGHTS`.
 
     Raises:
         UnsupportedModelError: If a part is missing, unknown or not at hand, or positions depend on the sequence's
@@ -117,6 +117,10 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
                 "(linear.weight = nn.Parameter(linear.weight.detach().clone())), or run the model masked"
             )
         layers = tuple(read_layer(spec, each, taken) for spec, each in zip(specs, angles, strict=True))
+        last = LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach())
+        if weights != "model" and type(head) is nn.Linear:
+            # A token reads as much of it as of five layers half of which is skipped, and perplexity stays.
+            last = taken.take([head], "output head", rounds=False)
         if taken.quantised:
             # Others are to have the memory that the model's own weights took.
             torch.cuda.empty_cache()
@@ -124,7 +128,7 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
             specs=specs,
             layers=layers,
             embedding=embedding,
-            head=LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach()),
+            head=last,
             norm=norm,
             embedding_scale=_embedding_scale(embed),
             input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),

@@ -23,7 +23,7 @@ class Weights:
 
     Args:
         form: One of `WEIGHTS`.
-        near: A weight that stays where the model computes, such as the embedding.
+        near: The embedding's weight, which stays where the model computes.
     """
 
     def __init__(self, form: str, near: Tensor) -> None:
@@ -35,7 +35,7 @@ class Weights:
         """Return layers that read one input as one, N = the sum of theirs.
 
         In the model's dtype they are moved into one buffer that their modules then view. In int8 they get a copy, and
-        compute with it; their own weights move to host memory.
+        compute with it; their own weights move to host memory, but for that of the embedding where a head shares it.
 
         Args:
             rounds: Whether many rows may be quantised.
@@ -112,7 +112,9 @@ class Weights:
         return LinearWeights(values, bias, scale)
 
     def _stand_in(self, linear: nn.Linear, weights: LinearWeights) -> None:
-        linear.weight.data = linear.weight.data.cpu()
+        if linear.weight is not self._near:
+            linear.weight.data = linear.weight.data.cpu()
+            self.saved_bytes += linear.weight.nbytes
         before = weights.weight.device, *state_of(linear.weight)
 
         def forward(x: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ class Weights:
 
         vars(linear).update(REFUSED_COPIES, forward=forward)
         assert weights.scale is not None
-        self.saved_bytes += linear.weight.nbytes - weights.weight.nbytes - weights.scale.nbytes
+        self.saved_bytes -= weights.weight.nbytes + weights.scale.nbytes
         self.quantised.append(linear)
 
 
