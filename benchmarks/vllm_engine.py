@@ -1,10 +1,11 @@
 """One engine of vLLM with drawn weights: its answers against those of the masked model, and what calls take.
 
-Usage: python -m benchmarks.vllm_engine routed|dense|off|fp8|int8|w8a8|gate [tiny]
+Usage: python -m benchmarks.vllm_engine routed|dense|off|fp8|int8|w8a8|gate|gate-int8|gate-w8a8 [tiny]
 
 Reads commands from stdin, one JSON list a line, such as ["requests", 8], and answers each with a JSON line. `routed`
 serves a checkpoint of wide, whose thresholds are put where half of the pairs are skipped, and `gate` one of two layers;
-`int8` and `w8a8` serve it with these `wide_weights`. `dense` is vLLM's own model, `fp8` the same with
+`int8` and `w8a8` serve it with these `wide_weights`, and their gates compare with the weights that these stand for.
+`dense` is vLLM's own model, `fp8` the same with
 `--quantization fp8`; `off` is the checkpoint at `wide_sparsity` 0.
 Weights are drawn by the engine's loader; the masked model has views of the same tensors, so that nothing is written to
 a disk. `benchmarks.vllm_plugin` starts these processes.
@@ -22,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wide.kernels.int8 import rotated
 from wide.models.adapter import config_of
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 from wide.profiling.synthetic import SHAPES, set_shares
+from wide.vllm.limits import PROMPT_SIZES
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -39,6 +42,8 @@ _DRAWN: dict[str, Tensor] = {}
 """What the loader drew, by the names of vLLM's model."""
 _NEW, _DECODED = 256, 128
 _EIGHT_BITS = ("int8", "w8a8")
+# Tokens of steps that vLLM records as graphs; with routers prompts, too, as it does of itself.
+_SIZES = (1, 8, 32, 64)
 # Behind many layers of random routers rounding decides.
 _GATE_LAYERS = 2
 
@@ -63,11 +68,11 @@ class Engine:
 
         self.draw, self.scale = random.Random(1), 32 if tiny else 1
         shape = SHAPES["tiny" if tiny else "llama-3.1-8b"] | (
-            {"num_hidden_layers": _GATE_LAYERS} if mode == "gate" else {}
+            {"num_hidden_layers": _GATE_LAYERS} if mode.startswith("gate") else {}
         )
         self.config = LlamaConfig(**shape, tie_word_embeddings=False)
         self.dtype = torch.float32 if tiny else torch.bfloat16
-        is_routed = mode not in ("dense", "fp8")
+        is_routed, form = mode not in ("dense", "fp8"), mode.rpartition("-")[2]
         with torch.device("meta"):
             self.masked = _hugging_face(self.config, self.dtype, routed=is_routed)
         folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"drawn-{mode}-{self.scale}"
@@ -77,16 +82,16 @@ class Engine:
             content |= {"architectures": ["WideLlamaForCausalLM"], "model_type": "wide_llama"}
             content["wide"] = config_of(self.masked)
         (folder / "config.json").write_text(json.dumps(content))
-        fields = {"off": {"wide_sparsity": 0}, **{form: {"wide_weights": form} for form in _EIGHT_BITS}}
-        overrides: dict[str, Any] = {"hf_overrides": fields[mode]} if mode in fields else {}
+        fields = {"off": {"wide_sparsity": 0}, **{each: {"wide_weights": each} for each in _EIGHT_BITS}}
+        overrides: dict[str, Any] = {"hf_overrides": fields[form]} if form in fields else {}
         if mode == "fp8":
             # vLLM quantises while it loads, and draws weights by itself.
             overrides = {"quantization": "fp8", "load_format": "dummy"}
         on_gpu: dict[str, Any] = {
             # Memory for keys and values is named, since several engines start at once on one GPU.
             "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": {"gate": 2, "off": 6}.get(mode, 11) << 30,
-            "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 64]},
+            "kv_cache_memory_bytes": {"gate": 2, "off": 6}.get(mode.partition("-")[0], 11) << 30,
+            "compilation_config": {"cudagraph_capture_sizes": [*_SIZES, *(PROMPT_SIZES if is_routed else ())]},
         }
         options: dict[str, Any] = {
             "load_format": "drawn",
@@ -100,7 +105,7 @@ class Engine:
         self.llm = LLM(model=str(folder), **options | overrides | ({"enforce_eager": True} if tiny else on_gpu))
         if mode != "fp8":
             self._take_views()
-        if mode in ("routed", "gate", *_EIGHT_BITS):
+        if is_routed and mode != "off":
             ids = torch.tensor(self._prompts(1, 2048), device=self.device)
             set_shares(self.masked, ids, (0.5, 0.5))
             self.set_threshold(None)
@@ -113,6 +118,7 @@ class Engine:
     def _take_views(self) -> None:
         """Give the masked model the engine's weights."""
         state: dict[str, Tensor] = {}
+        self.llm.apply_model(_round)
         for name, tensor in _DRAWN.items():
             stem, dim = name.rsplit(".", 2)[0], self.config.head_dim
             keys = self.config.num_key_value_heads * dim
@@ -149,6 +155,17 @@ class Engine:
 
         self.llm.apply_model(set_all)
         self.llm.reset_prefix_cache()
+
+    def launched(self) -> dict[str, Any]:
+        """Have kernels of steps with prompts launched one by one from here on, not by graphs."""
+
+        def forget(worker: Any) -> None:
+            graphs = worker.model_runner.cudagraph_manager
+            graphs._candidates = {key: found for key, found in graphs._candidates.items() if key[0] <= _SIZES[-1]}
+
+        self.llm.collective_rpc(forget)
+        self.set_threshold(None)
+        return {}
 
     def everything(self) -> dict[str, Any]:
         """Let all groups execute, under routers that decide."""
@@ -297,6 +314,17 @@ def draw_weights(model: nn.Module) -> None:
         if "wide_router" in name:
             parameter.normal_(std=0.02)
         _DRAWN[name] = parameter.data
+
+
+@torch.no_grad()
+def _round(model: nn.Module) -> None:
+    """Put what int8 weights stand for in the place of what was drawn."""
+    for name, module in model.named_modules():
+        scale = getattr(module, "weight_scale", None)
+        if scale is not None:
+            known: Any = module
+            weight = rotated(known.weight * scale[:, None], known.weight_rotation)
+            _DRAWN[f"{name}.weight"] = weight.to(_DRAWN[f"{name}.weight"].dtype)
 
 
 def main() -> None:

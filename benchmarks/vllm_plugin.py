@@ -1,6 +1,6 @@
 """The plug-in for vLLM beside dense vLLM on one GPU: answers first, then speeds, each pair in one go.
 
-Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,everything,off,fp8,int8,w8a8] [--tiny]
+Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,launched,everything,fp8,w8a8,int8,off] [--tiny]
        python -m benchmarks.vllm_plugin --record DIR/vllm.json --commit HASH
 
 Llama-3.1-8B's shapes, drawn weights, half of the pairs skipped. Answers are compared in two layers, since behind many
@@ -25,6 +25,7 @@ _TARGETS = Path(__file__).parents[1] / "docs/measurements/targets/vllm.json"
 _ROWS: dict[str, tuple[str, int]] = {
     "vLLM: a token, one sequence, prompt 2048": ("token", 2048),
     "vLLM: first token, 4096": ("first_token", 4096),
+    "vLLM: first token, 1100": ("first_token", 1100),
     "vLLM: 32 requests, 1024 in, 256 out": ("requests", 32),
     "vLLM: 1 request, 1024 in, 256 out": ("requests", 1),
     "vLLM: 8 requests, 1024 in, 256 out": ("requests", 8),
@@ -32,7 +33,7 @@ _ROWS: dict[str, tuple[str, int]] = {
     "vLLM: first token, 16384": ("first_token", 16384),
 }
 """What is timed, by the names of the targets."""
-_FEW = list(_ROWS)[:3]
+_FEW = list(_ROWS)[:4]
 _NOTHING = "vLLM: nothing skipped"
 _OVER_FP8 = {
     "vLLM: in eight bits over dense vLLM FP8, a token": _FEW[0],
@@ -124,19 +125,29 @@ def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
         for what, words in _ROWS.items():
             known[what] = dense.call(*words)
             record.row(what, "routed", routed.call(*words), known[what])
-    if "everything" in parts:
-        routed.call("everything")
-        for what in _FEW:
-            record.row(what, "everything", routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+    for mode in ("launched", "everything"):
+        if mode in parts:
+            routed.call(mode)
+            for what in _FEW:
+                record.row(what, mode, routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
     routed.end()
-    # Weights in two formats do not fit on a GPU several times.
-    for together in ("off fp8", "int8", "w8a8"):
+    if "bench" in parts:
+        dense.end()
+    # Weights in the model's dtype do not fit on a GPU several times.
+    for together in ("fp8 w8a8 int8", "off"):
         last = {mode: Worker(mode, folder, tiny=tiny) for mode in together.split() if mode in parts}
+        gates = [f"gate-{mode}" for mode in last if mode in ("w8a8", "int8") and "gate" in parts]
+        for mode, gate in {mode: Worker(mode, folder, tiny=tiny) for mode in gates}.items():
+            gate.answer()
+            record.add(**{mode: gate.call("gate")})
+            gate.end()
         for mode, worker in last.items():
             record.add(**{mode: worker.answer()})
-        for mode, worker in last.items():
-            for what in _FEW if mode == "off" else known:
+        # The first rows of all engines come first, since a time limit may end this.
+        for what in _FEW if together == "off" else _ROWS:
+            for mode, worker in last.items():
                 record.row(what, mode, worker.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+        for worker in last.values():
             worker.end()
     dense.end()
 
@@ -155,7 +166,8 @@ def fill(content: dict[str, Any], rows: list[dict[str, Any]], *, commit: str, de
         found[_NOTHING] = min(off, key=lambda row: float(row["ratio"]))
     by_mode = {(row["mode"], row["what"]): row for row in content["rows"]}
     for name, what in _OVER_FP8.items():
-        if ("w8a8", what) in by_mode and ("fp8", what) in by_mode:
+        green = content.get("gate-w8a8", {}).get("green")
+        if green and ("w8a8", what) in by_mode and ("fp8", what) in by_mode:
             ours, fp8 = by_mode["w8a8", what], by_mode["fp8", what]
             found[name] = ours | {"ratio": fp8["value"] / ours["value"], "dense": fp8["value"]}
     skipped = content["skipped"]
@@ -176,7 +188,7 @@ def main() -> None:
     """Measure, or record what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for the record and the logs")
-    parser.add_argument("--parts", default="gate,bench,everything,off,fp8")
+    parser.add_argument("--parts", default="gate,bench,launched,fp8,w8a8,int8,off")
     parser.add_argument("--tiny", action="store_true", help="a small model, as a CPU can run; its figures say nothing")
     parser.add_argument("--record", type=Path, help="file of a measurement that goes into the targets")
     parser.add_argument("--commit", default="")

@@ -276,6 +276,14 @@ def test_requests_run_nothing_that_was_not_run_before(layer, form, monkeypatch):
     assert not seen - before, sorted(map(str, seen - before))[:4]
 
 
+def test_flash_attention_takes_memory_for_parts_of_sums_in_steps_of_single_tokens_only(monkeypatch):
+    monkeypatch.setattr(
+        pages.FlashAttentionMetadataBuilder, "__init__", lambda self, *_: setattr(self, "max_cudagraph_size", 6144)
+    )
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=64))
+    assert pages._Builder(None, [], config, torch.device("cpu")).max_cudagraph_size == 64
+
+
 def test_layers_with_other_windows_do_not_share_a_step(layer):
     known = metadata([300, 300], [300, 300], torch.zeros(2, 20).int())
     found = []

@@ -118,6 +118,37 @@ def test_experts_are_refused_other_families_run_eagerly_and_foreign_models_are_l
 
 
 @pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, [*range(416, 513, 16), 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144]),
+        ({"most": 1000, "max_num_seqs": 8}, [8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224,
+                                             256, 320, 384, 448, 512, 640, 768, 896, 1000]),
+        ({"cudagraph_capture_sizes": [1, 8]}, [1, 8]),
+        ({"max_cudagraph_capture_size": 16}, [1, 2, 4, 8, 16]),
+        ({"cudagraph_mode": "NONE"}, []),
+        ({"wide_sparsity": 0}, list(range(416, 513, 16))),
+    ],
+)  # fmt: skip
+def test_steps_with_prompts_are_recorded_unless_the_user_chose(changes, wanted):
+    known = pytest.importorskip("vllm.config", reason="needs vLLM: make test-vllm")
+    config, plain = configuration(), {"tensor_parallel_size": 1, "max_num_seqs": 256, "most": 8192}
+    if "wide_sparsity" in changes:
+        config.wide_sparsity = changes.pop("wide_sparsity")
+    found = object.__new__(known.VllmConfig)
+    vars(found).update(vars(engine(config, device_type="cuda", enforce_eager=False)), performance_mode="balanced")
+    settings = {name: changes.get(name, value) for name, value in plain.items()}
+    settings["max_num_batched_tokens"] = settings.pop("most")
+    found.scheduler_config = SimpleNamespace(**settings)
+    found.compilation_config = known.CompilationConfig(**{k: v for k, v in changes.items() if "cudagraph" in k})
+    Limits.verify_and_update_config(found)
+    # What vLLM does later, with what it found.
+    found._set_cudagraph_sizes()
+    sizes = found.compilation_config.cudagraph_capture_sizes
+    assert sizes[len(sizes) - len(wanted) :] == wanted
+    assert found.compilation_config.max_cudagraph_capture_size == max(wanted, default=0)
+
+
+@pytest.mark.parametrize(
     ("layers", "changes", "words"),
     [
         ([{"channels": 96}, {"channels": 160}], {"ranks": 2}, None),

@@ -1,5 +1,6 @@
 """What a checkpoint asks of vLLM, read from its configuration; what vLLM's modules cannot do is refused at start."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 """Model types whose dense class in vLLM takes wide's modules, with the first word of that class; others are masked."""
 SPARSITY, FORM = "wide_sparsity", "wide_weights"
 """Entries of the configuration that --hf-overrides sets: the sparsity at start, and one of `WEIGHTS`."""
+PROMPT_SIZES = tuple(step << shift for shift in range(1, 11) for step in (5, 6, 7, 8))[:-2]
+"""Tokens of steps with prompts that vLLM records as CUDA graphs, four for each power of two. In longer steps kernels
+take longer than their launches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +151,28 @@ class Limits:
             )
         if is_static:
             check_shape(config, parallel.tensor_parallel_size, on_cpu=on_cpu)
-        else:
-            check_ranks(read_pruning(config).plan, parallel.tensor_parallel_size)
+            return
+        pruning = read_pruning(config)
+        check_ranks(pruning.plan, parallel.tensor_parallel_size)
+        if family in FAMILIES and not on_cpu and max(pruning.thresholds.values(), default=-math.inf) > -math.inf:
+            record_prompts(vllm_config)
+
+
+def record_prompts(vllm_config: Any) -> None:
+    """Have vLLM record graphs of steps with prompts, too, unless the user named sizes or turned graphs off.
+
+    A layer with routers has many kernels, which the host launches more slowly than they run in short prompts. Rows of
+    padding execute nothing under routers.
+    """
+    known, most = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_batched_tokens
+    if known.cudagraph_capture_sizes is not None or known.max_cudagraph_capture_size is not None:
+        return
+    vllm_config._set_cudagraph_sizes()
+    last = known.max_cudagraph_capture_size
+    if last:
+        sizes = {size for size in (*PROMPT_SIZES, most) if last < size <= min(most, PROMPT_SIZES[-1])}
+        known.cudagraph_capture_sizes = [*known.cudagraph_capture_sizes, *sorted(sizes)]
+        known.max_cudagraph_capture_size = known.cudagraph_capture_sizes[-1]
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:

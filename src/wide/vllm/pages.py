@@ -76,6 +76,11 @@ class _Builder(FlashAttentionMetadataBuilder):
     # Graphs of mixed steps would be replayed for steps of single tokens.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # FlashAttention takes memory for 32 parts of each sum in steps up to this size, which no prompt needs.
+        self.max_cudagraph_size = vllm_config.scheduler_config.max_num_seqs
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return FlashAttention's metadata, with `ahead` and `keys` of `split_step`, and room for what layers share."""
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
