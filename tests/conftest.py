@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,10 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        import quick_interpreter
+
+        quick_interpreter.install()
 
 
 @pytest.fixture(autouse=True)

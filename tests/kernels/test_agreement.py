@@ -28,9 +28,6 @@ SLOW = (
     "attention_decode-1-300-32-8-8-64-0-0-0-0.5",
     "attention_decode-3-127-8-4-4-64-50-11-0-0.5",
     "attention_decode-2-90-14-2-2-64-0-0-0-0.8",
-    "attention_prefill-2-127-127-8-2-2-64-0-0-0.5",
-    "attention_prefill-2-50-50-12-4-6-64-0-0-0.5",
-    "attention_prefill-2-127-127-2-1-1-64-0-0-0.9-window=8",
     "gemm_k-127-6-32-48-32-1-0.5",
     "gemm_k-127-6-32-48-32-2-0.5-biased=True-int8=True",
     "reorder_patterns-127-33-16-1-0.5-keeps_empty=False",
@@ -73,3 +70,4 @@ def test_contract_is_complete(operator: Operator) -> None:
 
 def test_all_operators_are_here() -> None:
     assert len(OPERATORS) == 19
+    assert set(SLOW) <= {f"{operator.name}-{_name(case)}" for operator in OPERATORS.values() for case in operator.cases}
