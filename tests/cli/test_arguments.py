@@ -1,5 +1,7 @@
 """The schema: flags and YAML are the same keys, unknown ones are refused, and what was resolved can be fed back."""
 
+import re
+
 import pytest
 import yaml
 
@@ -198,6 +200,22 @@ def test_an_empty_file_is_called_empty(tmp_path, text):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(UsageError, match=r"c.yaml is empty; write keys and values into it"):
+        parse("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data: D\nsparsity: 0.3\nsparsity: 0.5\n", "line 3: the key 'sparsity' stands in line 2 already; keep one"),
+        ("train: {steps: 1, steps: 2}\n", "line 1: the key 'steps' stands in line 1 already; keep one"),
+        ("train: {steps: 1}\ntrain.steps: 2\n", "c.yaml: train.steps and train.steps are one key; keep one of them"),
+        ("dense-x: 1\nmax_documents: 3\nmax-documents: 2\n", "max_documents and max-documents are one key"),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_refused(tmp_path, text, said):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=re.escape(said)):
         parse("--config", str(file))
 
 

@@ -89,6 +89,7 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["prune", "--method", "skipgpt", "--tracker", "wandb"], "runs --method skipgpt --match nominal"),
         (["prune", "--match", "linear_flops", "--tracker", "wandb"], "runs --method wide --match linear_flops"),
         (["compare", "--methods", "wide", "--variants", "{a:"], "--variants cannot be read as YAML"),
+        (["compare", "--methods", "wide", "--variants", "{a: {}, a: {}}"], "the key 'a' stands in line 1 already"),
         (["methods", "burn"], "cannot understand"),
     ],
 )

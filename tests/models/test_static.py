@@ -12,7 +12,7 @@ from wide.errors import ShapeError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.discovery import discover
-from wide.models.gates import gate_groups, gate_heads, gate_of
+from wide.models.gates import PENDING_NAME, gate_groups, gate_heads
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.plan import Dense, Following, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 
@@ -369,7 +369,7 @@ def test_gradient_of_a_followed_router_comes_through_both_halves(checkpointing):
         router = attachment(model).routers()[1]
         if cut is not None:
             # Without the gradient of one sublayer's gate only the other sublayer steers the router.
-            pending = gate_of(getattr(attachment(model).specs[1], cut).module).mask
+            pending = getattr(getattr(attachment(model).specs[1], cut).module, PENDING_NAME).mask
             taken = pending.take
             pending.take = lambda: None if (mask := taken()) is None else mask.detach()
         torch.manual_seed(1)

@@ -13,7 +13,7 @@ from wide.data.batches import TokenBatch
 from wide.errors import UnsupportedModelError
 from wide.models.attach import attach, attachment
 from wide.models.cost import SkipCounter
-from wide.models.gates import gate_of
+from wide.models.gates import PENDING_NAME
 from wide.models.observe import bypass, observe
 from wide.training.modes import training_mode
 from wide.training.objective import Objective, target_labels
@@ -156,11 +156,11 @@ def test_distillation_compares_with_the_dense_model_without_lora():
 
 def test_recomputation_that_loses_what_a_router_reads_is_refused():
     model, data = attach(dense_model(), replace(CONFIG, router_input="layer_input")), batch()
-    gate = gate_of(model.model.layers[1].mlp)
+    gate = getattr(model.model.layers[1].mlp, PENDING_NAME)
     loss, _ = Objective(model, ObjectiveConfig())(data)
     loss.backward()
     with pytest.raises(UnsupportedModelError, match="runs again without its hooks"):
-        gate.prepare(torch.randn(1, 3, 32))
+        gate.prepare(None, (torch.randn(1, 3, 32),), {})
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,20 @@ class _Help(argparse.HelpFormatter):
         return "N" if int in kinds else "X" if float in kinds else action.dest.rpartition(".")[2].upper()
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML, and refuses a mapping with the same key twice, of which PyYAML would take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"line {line}: the key {name!r} stands in line {lines[name]} already; keep one")
+            lines[name] = line
+        return node
+
+
 class Arguments:
     """The flags of one command, which are also the keys of its YAML files.
 
@@ -234,8 +248,11 @@ class Arguments:
 
     def _refuse_unknown_keys(self, path: Path) -> None:
         known, found, groups = self.known_keys(), _read_yaml(path), self._group_names()
-        command = recipe_command(found)
-        for key in _dotted(found, groups):
+        command, keys = recipe_command(found), _dotted(found, groups)
+        same = [key for key in keys if [each.replace("-", "_") for each in keys].count(key.replace("-", "_")) > 1]
+        if same:
+            raise UsageError(f"{path}: {' and '.join(same)} are one key; keep one of them")
+        for key in keys:
             # A key may be written as its flag is, and groups that are methods have dashes.
             if key.replace("-", "_") not in known:
                 if is_recipe(path) and command != self._command:
@@ -346,9 +363,14 @@ def _split_configs(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     return configs, others
 
 
+def load_yaml(text: str) -> Any:
+    """Return what YAML says; raises yaml.YAMLError if it is damaged, or a mapping has a key twice."""
+    return yaml.load(text, Loader=_Loader)
+
+
 def _read_yaml(path: Path) -> Mapping[Any, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {_in_one_line(error)}") from error
     if found is None:

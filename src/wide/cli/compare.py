@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from wide.cli.arguments import Arguments, look_ahead
+from wide.cli.arguments import Arguments, load_yaml, look_ahead
 from wide.comparison.grid import DENSE, OBJECTIVE, GridOptions, request
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.errors import UsageError
@@ -72,7 +72,7 @@ def run(given: Sequence[str]) -> None:
 
 def _variants(given: Any) -> dict[str, Any]:
     try:
-        given = yaml.safe_load(given) if isinstance(given, str) else given
+        given = load_yaml(given) if isinstance(given, str) else given
     except yaml.YAMLError as error:
         raise UsageError(f"--variants cannot be read as YAML: {' '.join(str(error).split())}") from error
     if given is not None and not isinstance(given, Mapping):

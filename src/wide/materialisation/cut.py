@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wide.errors import AdapterError, UnsupportedModelError
 from wide.materialisation.shape import LayerShape, ModelShape
 from wide.materialisation.stream import replace, rotate_embedding, rotate_layer
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, feed_forward, plain_linear
+from wide.models.block_spec import AttentionSpec, BlockSpec, SublayerSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, Pending, bypassed, cache_of, install_attention_gates
 
@@ -242,9 +242,7 @@ def _leave_out_ffn(spec: BlockSpec, left: LayerShape) -> None:
     _stand_in(spec.layer, ffn, AbsentFeedForward(bias), keeps_norm=keeps_norm)
 
 
-def _stand_in(
-    layer: nn.Module, part: AttentionSpec | FeedForwardSpec, absent: AbsentFeedForward, *, keeps_norm: bool
-) -> None:
+def _stand_in(layer: nn.Module, part: SublayerSpec, absent: AbsentFeedForward, *, keeps_norm: bool) -> None:
     """Put a module in the place of a sublayer; `keeps_norm` says that the other one reads through its norm."""
     norms = (None if keeps_norm else part.pre_norm, part.post_norm if absent.bias is None else None)
     for name, child in list(layer.named_children()):

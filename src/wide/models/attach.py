@@ -22,9 +22,7 @@ from wide.models.gates import (
     FollowingGate,
     Gate,
     StaticGate,
-    check_after,
     install_attention_gates,
-    prepare_before,
     skip_output,
 )
 from wide.models.plan_check import attention_group_sizes, check_plan
@@ -352,8 +350,8 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             gate = kind(_source(spec, part.module, half, name, tensors, state))
         setattr(part.module, PENDING_NAME, gate)
         state.parts.append((part.module, PENDING_NAME))
-        state.handles.append(part.module.register_forward_pre_hook(prepare_before, with_kwargs=True))
-        state.handles.append(part.module.register_forward_hook(check_after))
+        state.handles.append(part.module.register_forward_pre_hook(gate.prepare, with_kwargs=True))
+        state.handles.append(part.module.register_forward_hook(gate.check))
         if isinstance(half, Routed) and half.router_input != "normed":
             # Without a norm before the sublayer, its own input is the residual stream already.
             source = spec.layer if half.router_input == "layer_input" else part.pre_norm

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -14,21 +14,39 @@ NormScope = Literal["none", "head", "width"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionSpec:
+class SublayerSpec:
+    """A sublayer of a decoder layer.
+
+    Args:
+        module: Its `forward` receives hidden states `[B, T, D]`, normed where a norm comes before it.
+        pre_norm: The norm whose input is the residual stream that this sublayer reads; None when there is none.
+        post_norm: The norm of its output, before that is added to the stream; None when there is none.
+    """
+
+    projections: ClassVar[tuple[str, ...]]
+    module: nn.Module
+    pre_norm: nn.Module | None = None
+    post_norm: nn.Module | None = None
+
+    def linears(self) -> list[nn.Module]:
+        """Return the projections, the one back to the residual stream last."""
+        parts = (getattr(self, name) for name in self.projections)
+        return [part for part in parts if part is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec(SublayerSpec):
     """The attention of a decoder layer.
 
     Args:
-        module: Its `forward` receives the normed hidden states `[B, T, D]`.
         query: Projection with the query rows (fused QKV: they come first, and `key` and `value` are None).
         output: Projection back to the residual stream.
         num_query_heads: H_q; `num_kv_heads` is H_k.
         head_dim: Channels per head; H_q * head_dim need not equal the hidden size.
         q_norm: Whether queries are normed, per head or over the whole query width.
-        pre_norm: The norm whose input is the residual stream that this sublayer reads; None when there is none.
-        post_norm: The norm of its output, before that is added to the stream; None when there is none.
     """
 
-    module: nn.Module
+    projections = ("query", "key", "value", "output")
     query: nn.Module
     key: nn.Module | None
     value: nn.Module | None
@@ -37,8 +55,6 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     q_norm: NormScope = "none"
-    pre_norm: nn.Module | None = None
-    post_norm: nn.Module | None = None
 
     @property
     def query_width(self) -> int:
@@ -50,36 +66,25 @@ class AttentionSpec:
         """Query channels that share one KV head."""
         return self.num_query_heads // self.num_kv_heads * self.head_dim
 
-    def linears(self) -> list[nn.Module]:
-        """Return the projections, the output's last."""
-        return [part for part in (self.query, self.key, self.value, self.output) if part is not None]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FeedForwardSpec:
+class FeedForwardSpec(SublayerSpec):
     """The FFN of a decoder layer.
 
     Args:
-        module: Its `forward` receives hidden states `[B, T, D]`.
         up: Up projection; with `fused_gate` it holds the gate rows first, then the up rows.
         gate: Gate projection of a gated FFN; None when fused or when there is no gate.
         down: Projection back to the residual stream.
         width: Intermediate channels (of the activation's output).
     """
 
-    module: nn.Module
+    projections = ("gate", "up", "down")
     up: nn.Module
     gate: nn.Module | None
     down: nn.Module
     activation: nn.Module
     width: int
     fused_gate: bool = False
-    pre_norm: nn.Module | None = None
-    post_norm: nn.Module | None = None
-
-    def linears(self) -> list[nn.Module]:
-        """Return the projections, down last."""
-        return [part for part in (self.gate, self.up, self.down) if part is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +110,7 @@ class BlockSpec:
         norm = self.attention.pre_norm
         return norm is not None and self.ffn is not None and norm is self.ffn.pre_norm
 
-    def sublayers(self) -> list[tuple[str, AttentionSpec | FeedForwardSpec]]:
+    def sublayers(self) -> list[tuple[str, SublayerSpec]]:
         """Return the sublayers that can be routed or pruned, by name, in the order in which they run."""
         return [("attention", self.attention)] + ([] if self.ffn is None else [("ffn", self.ffn)])
 

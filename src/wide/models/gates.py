@@ -88,8 +88,8 @@ class Gate:
         self.layer_index, self.half_layer = source.layer_index, source.half_layer
         self.mask, self.residual, self.followed = Pending(), Pending(), Pending()
 
-    def prepare(self, hidden: Tensor) -> None:
-        """Decide for the coming sublayer, whose input is `[B, T, D]`.
+    def prepare(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide for the coming sublayer by its input `[B, T, D]` (a forward pre-hook with keyword arguments).
 
         Raises UnsupportedModelError if the source reads the layer's input and none was shown.
         """
@@ -100,7 +100,7 @@ class Gate:
                     f"layer {self.layer_index}: its router reads the layer's input, and the layer runs again without "
                     "its hooks; switch transformers' gradient checkpointing off (wide.prune has its own)"
                 )
-            mask = self.source(hidden if residual is None else residual)
+            mask = self.source(input_of(args, kwargs) if residual is None else residual)
         self.mask.value = mask
         if isinstance(self.source, Router) and self.source.is_followed:
             self.followed.value = mask
@@ -125,6 +125,11 @@ class Gate:
         mask = self.mask.take()
         return output if mask is None else gate_groups(output, mask)
 
+    def check(self, module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        """Raise UnsupportedModelError if the sublayer ended and nothing has taken the mask (a forward hook)."""
+        if self.mask.take() is not None:
+            raise bypassed(module, f"layer {self.layer_index}: the {self.half_layer} mask was not applied")
+
 
 class FollowingGate(Gate):
     """Executes an FFN for the tokens that the attention of its layer, whose router has one group, executes for."""
@@ -135,7 +140,7 @@ class FollowingGate(Gate):
         attention.source.is_followed = True
         self.attention, self.half_layer = attention, "ffn"
 
-    def prepare(self, _hidden: Tensor) -> None:
+    def prepare(self, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         """Take over what the attention's router decided; raises UnsupportedModelError if the FFN runs before it."""
         self.mask.value = self.attention.followed.take()
         if self.mask.value is None and self.source.control.enabled:
@@ -143,11 +148,6 @@ class FollowingGate(Gate):
                 f"layer {self.layer_index}: the FFN runs before the attention whose router it follows; give it a "
                 "router of its own (Routed)"
             )
-
-
-def gate_of(module: nn.Module) -> Gate | None:
-    """Return the gate that `attach` put on a sublayer, None if there is none."""
-    return getattr(module, PENDING_NAME, None)
 
 
 def gate_groups(values: Tensor, mask: Tensor) -> Tensor:
@@ -166,18 +166,6 @@ def gate_heads(heads: Tensor, mask: Tensor) -> Tensor:
 def _factors(mask: Tensor, like: Tensor) -> Tensor:
     # Masks per token are zeros and ones in any dtype; constants of a sublayer are not, and stay float32.
     return mask if mask.dim() == 1 else mask.to(like.dtype)
-
-
-def prepare_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the sublayer's gate decide on its hidden states (a forward pre-hook with keyword arguments)."""
-    getattr(module, PENDING_NAME).prepare(input_of(args, kwargs))
-
-
-def check_after(module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
-    """Raise UnsupportedModelError if the sublayer finished without anything having taken the mask (a forward hook)."""
-    gate = gate_of(module)
-    if gate is not None and gate.mask.take() is not None:
-        raise bypassed(module, f"layer {gate.layer_index}: the {gate.half_layer} mask was not applied")
 
 
 def bypassed(module: nn.Module, what: str) -> UnsupportedModelError:
@@ -253,7 +241,8 @@ def install_attention_gates() -> None:
 def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        heads, gate, gather = (query, key, value), gate_of(module), getattr(module, GATHER_NAME, None)
+        heads, gather = (query, key, value), getattr(module, GATHER_NAME, None)
+        gate: Gate | None = getattr(module, PENDING_NAME, None)
         if gather is not None:
             heads = gather(*heads)
         if gate is None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from wide.data.progress import without_bars
 from wide.models.attach import attachment
 from wide.models.block_spec import BlockSpec, standing_in
-from wide.models.gates import gate_of
+from wide.models.gates import PENDING_NAME, Gate
 from wide.models.router import RoutingControl
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting
@@ -165,7 +165,8 @@ class _LayerRun:
         self._layer, self._forward = spec.layer, spec.layer.forward
         # Something else may have taken the forward's place before, such as a move between devices.
         self._replaced = spec.layer.__dict__.get("forward")
-        self._gates = [gate for _, part in spec.sublayers() if (gate := gate_of(part.module)) is not None]
+        gates = [getattr(part.module, PENDING_NAME, None) for _, part in spec.sublayers()]
+        self._gates: list[Gate] = [gate for gate in gates if gate is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from wide.inference.reading.attention_form import AttentionForm, paired, read_fo
 from wide.inference.reading.quantising import Weights
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, plain_linear
+from wide.models.block_spec import BlockSpec, FeedForwardSpec, SublayerSpec, plain_linear
 from wide.models.gates import ROUTER_NAME
 from wide.models.router import Router
 
@@ -160,7 +160,7 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights)
     """
     where = f"layer {spec.index}"
     attention, ffn = spec.attention, require_plain(spec)
-    parts: tuple[AttentionSpec | FeedForwardSpec, ...] = (attention, ffn)
+    parts: tuple[SublayerSpec, ...] = (attention, ffn)
     norms = [norm for part in parts for norm in (part.pre_norm, part.post_norm) if norm is not None]
     require_known(spec.layer, (attention.module, ffn.module, *norms), where, _MULTIPLIER)
     names, multiplier = (f"{where}: attention", f"{where}: FFN"), getattr(spec.layer, _MULTIPLIER, None)
