@@ -95,15 +95,14 @@ def read_json(file: Path) -> Any:
 def typed(kind: Any, value: Any, where: str) -> Any:
     """Return a JSON value as the type that is wanted, and refuse it where it is another.
 
+    Raises AdapterError if a value has another type or lies outside its range, or a key is missing or unknown.
+
     Args:
         kind: int, float (finite), str, bool, None, Any, Literal, list, tuple, dict, a union, a TypedDict or a
             dataclass, inside one another; a number with its range is `Annotated`. Of several dataclasses 'kind' names
             one, and all their fields are wanted.
         value: As `json` reads it.
         where: The file and the key, for messages; only the file ends with a colon.
-
-    Raises:
-        AdapterError: If a value has another type or lies outside its range, or a key is missing or unknown.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:

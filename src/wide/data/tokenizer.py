@@ -87,8 +87,7 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
 def require_characters(text: str, where: str) -> None:
     r"""Refuse halves of characters, such as JSON's `\ud800` alone, which cannot be written as UTF-8.
 
-    Raises:
-        DataError: If there are any.
+    Raises DataError if there are any.
     """
     try:
         text.encode()

@@ -15,14 +15,12 @@ _LOG2_E = 1.4426950408889634
 class HeadUnits:
     """Query heads cut into units: runs of heads that share one KV head and belong to one group.
 
-    A group may be one KV head, several KV heads, or a fraction of the query heads of one KV head. A unit is the
-    largest run of query heads for which both are the same, so a kernel reads K and V once for all its heads.
+    A group may be one KV head, several KV heads, or a fraction of the query heads of one KV head. A unit is the largest
+    run of query heads for which both are the same, so a kernel reads K and V once for all its heads. Raises ShapeError
+    if the heads cannot be shared out.
 
     Args:
         num_query_heads: H_q; the other two numbers divide it.
-
-    Raises:
-        ShapeError: If the heads cannot be shared out.
     """
 
     num_query_heads: int
@@ -53,14 +51,13 @@ def check_keys_and_values(
 ) -> None:
     """Refuse K and V that do not fit each other or the queries.
 
+    Raises ShapeError if shapes, dtypes or strides do not fit.
+
     Args:
         q: [..., H_q, d].
         k: [B, T_k, H_k, d]; any strides of the first three dimensions.
         v: As `k`.
         is_paged: Whether K and V are pages, which no sequence owns.
-
-    Raises:
-        ShapeError: If shapes, dtypes or strides do not fit.
     """
     if k.dim() != 4 or 0 in k.shape:
         raise ShapeError(f"{operator} wants k and v [B, T_k, H_k, d], got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -70,11 +67,7 @@ def check_keys_and_values(
 
 
 def check_score_options(operator: str, window: int | None, soft_cap: float | None, scale: float | None) -> None:
-    """Refuse a window, a soft cap or a scale that is not positive.
-
-    Raises:
-        ShapeError: If one of them is not positive.
-    """
+    """Refuse a window, a soft cap or a scale that is not positive; raises ShapeError if one of them is not positive."""
     for name, value in (("window", window), ("soft_cap", soft_cap), ("scale", scale)):
         if value is not None and value <= 0:
             raise ShapeError(f"{operator}: {name} must be positive or None, got {value}")

@@ -232,11 +232,7 @@ class Backends:
 
 
 def require(reason: str | None) -> None:
-    """Refuse what a kernel does not take.
-
-    Raises:
-        UnfitError: If there is a reason.
-    """
+    """Refuse what a kernel does not take; raises UnfitError if there is a reason."""
     if reason is not None:
         raise UnfitError(reason)
 

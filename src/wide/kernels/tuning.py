@@ -124,11 +124,10 @@ def shipped_path(device_name: str) -> Path:
 class TuningTable:
     """Measured choices on disk.
 
+    Raises ConfigError if the file is not a table of choices.
+
     Args:
         path: The JSON file; it need not exist. None means tuning.json in `cache_folder()`.
-
-    Raises:
-        ConfigError: If the file is not a table of choices.
     """
 
     def __init__(self, path: Path | None = None) -> None:

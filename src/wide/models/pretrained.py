@@ -139,8 +139,7 @@ def load_pretrained(
 def dequantising(name: str, stored: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what has transformers dequantise a checkpoint as it says it is quantised; None if weights stay so.
 
-    Raises:
-        ConfigError: If transformers does not know the method.
+    Raises ConfigError if transformers does not know the method.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
 

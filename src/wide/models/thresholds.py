@@ -196,8 +196,7 @@ def set_sparsity(
 def threshold_of(table: Sequence[tuple[float, float]], sparsity: float) -> float:
     """Return the threshold that gives a sparsity by a table of (sparsity, threshold); 0 runs every group.
 
-    Raises:
-        ConfigError: If the table is empty, or the sparsity lies outside of what it reaches.
+    Raises ConfigError if the table is empty, or the sparsity lies outside of what it reaches.
     """
     _require_share(sparsity)
     return -math.inf if sparsity == 0.0 else _interpolate(table, sparsity)

@@ -39,15 +39,13 @@ def measured_table(
     """Return the table of measured choices; what has not been measured, or not been faster, is dense.
 
     Where `left` is known, the down product over one sort is taken if its measured time, less what these masks spare
-    tiles beyond the measured ones, promises to be a twentieth below that of the dense product.
+    tiles beyond the measured ones, promises to be a twentieth below that of the dense product. Raises ConfigError if a
+    share lies outside [0, 1].
 
     Args:
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
         left: Share of the FFN's groups that tiles of rows in one order execute (`left_to_tiles`); None = unknown.
         tuning: The measurements; None takes the user's own, then those that ship with the package.
-
-    Raises:
-        ConfigError: If a share lies outside [0, 1].
     """
     if any(not 0.0 <= share <= 1.0 for share in executed):
         raise ConfigError(f"executed shares must lie in [0, 1], got {executed}; (0.5, 0.5) skips half of the work")

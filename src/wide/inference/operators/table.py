@@ -21,14 +21,13 @@ DENSE = Choice(backend="dense")
 class OperatorTable:
     """For each prunable operator, where skipping pays; elsewhere the dense product runs and skipped values become 0.
 
+    Raises ConfigError if `rules` name an unknown operator.
+
     Args:
         backend: Of the operators that nothing is chosen for (norms, routers, sorts, steps): 'triton' or 'torch'.
         cache: Whether attention over a cache skips: inactive pairs read no keys.
         rules: (operator, ((tokens, choice), ...)) by ascending tokens; each choice holds from its number of tokens on.
             An operator without rules is dense.
-
-    Raises:
-        ConfigError: If `rules` name an unknown operator.
     """
 
     backend: str = "triton"

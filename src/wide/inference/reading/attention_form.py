@@ -43,13 +43,12 @@ class AttentionForm:
 def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> AttentionForm:
     """Return what an attention computes, called for a few tokens with and without a rotation.
 
+    Raises UnsupportedModelError if it cannot be called on its own, asks for something that the engine does not compute,
+    or rotates queries in another way.
+
     Args:
         part: The attention; its projections are plain.
         cos: Cosines by position, [positions, r].
-
-    Raises:
-        UnsupportedModelError: If it cannot be called on its own, asks for something that the engine does not compute,
-            or rotates queries in another way.
     """
     module: Any = part.module
     cos, sin = cos[None, -_TOKENS:], sin[None, -_TOKENS:]

@@ -153,13 +153,12 @@ def _give_back(specs: Sequence[BlockSpec], taken: Weights, *, drops: bool = Fals
 def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
     """Refuse plans of which the engine knows a part only.
 
+    Raises UnsupportedModelError if a half is pruned for every token or follows another, the stream is projected, base
+    weights are replaced, or a router is not a bottleneck over its own sublayer's stream, evicts keys and values, or
+    protects first tokens.
+
     Args:
         is_replaced: Whether a method replaced base weights.
-
-    Raises:
-        UnsupportedModelError: If a half is pruned for every token or follows another, the stream is projected, base
-            weights are replaced, or a router is not a bottleneck over its own sublayer's stream, evicts keys and
-            values, or protects first tokens.
     """
     if plan.is_static or is_replaced:
         raise UnsupportedModelError(
@@ -187,8 +186,7 @@ def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
 def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max_length: int) -> None:
     """Compare dense logits of a few tokens with the model's own.
 
-    Raises:
-        UnsupportedModelError: If they differ by more than rounding: the model has a part that was overlooked.
+    Raises UnsupportedModelError if they differ by more than rounding: the model has a part that was overlooked.
     """
     whole: Any = model
     weight = whole.get_input_embeddings().weight

@@ -151,12 +151,11 @@ class LayerWeights:
 def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights) -> LayerWeights:
     """Return a layer's weights.
 
+    Raises UnsupportedModelError if the layer has a part that the engine does not know; the message names it.
+
     Args:
         angles: Cosines and sines by position, [max_length, r].
         weights: Takes the layer's projections.
-
-    Raises:
-        UnsupportedModelError: If the layer has a part that the engine does not know; the message names it.
     """
     where = f"layer {spec.index}"
     attention, ffn = spec.attention, require_plain(spec)
@@ -183,9 +182,8 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights)
 def require_plain(spec: BlockSpec) -> FeedForwardSpec:
     """Return the FFN of a layer whose projections the engine can read.
 
-    Raises:
-        UnsupportedModelError: If the layer has no plain FFN, or projections that are not plain linear layers, were
-            exchanged since the model was attached, or are of several dtypes or devices.
+    Raises UnsupportedModelError if the layer has no plain FFN, or projections that are not plain linear layers, were
+    exchanged since the model was attached, or are of several dtypes or devices.
     """
     where = f"layer {spec.index}"
     if spec.ffn is None:
@@ -228,8 +226,7 @@ def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbe
 def read_norm(module: nn.Module | None, where: str) -> Norm | None:
     """Return a norm's weight and constants, found out by trying it; None if there is none.
 
-    Raises:
-        UnsupportedModelError: If it is neither an RMSNorm nor a LayerNorm without bias.
+    Raises UnsupportedModelError if it is neither an RMSNorm nor a LayerNorm without bias.
     """
     if module is None:
         return None

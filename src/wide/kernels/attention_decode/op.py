@@ -69,10 +69,6 @@ def attention_decode(
 
     Returns:
         [B, H_q, d] in the dtype of `q`, accumulated in float32; zeros for skipped pairs and empty caches.
-
-    Raises:
-        ShapeError: If tensors or options do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     if q.dim() != 3 or 0 in q.shape:
         raise ShapeError(f"{_NAME} wants q [B, H_q, d], got {tuple(q.shape)}")

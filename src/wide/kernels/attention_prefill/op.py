@@ -67,10 +67,6 @@ def attention_prefill(
     Returns:
         [B, T_q, H_q, d] in the dtype of `q`, accumulated in float32.
 
-    Raises:
-        ShapeError: If tensors or options do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
-
     Source: WIDE, attention with gathered queries; running softmax as in FlashAttention-2.
     """
     if q.dim() != 4 or 0 in q.shape:

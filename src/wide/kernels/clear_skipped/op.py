@@ -18,10 +18,6 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> 
     Args:
         values: [M, C], last stride 1, of any dtype; changed.
         mask: bool [M, N_G], any strides; N_G divides C.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     if values.dim() != 2 or 0 in values.shape or values.stride(1) != 1:
         raise ShapeError(
@@ -44,12 +40,11 @@ def _reference(values: torch.Tensor, mask: torch.Tensor) -> None:
 def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Clear skipped groups by the fastest backend that runs on the device, and return `values`.
 
+    Raises ShapeError if tensors do not fit.
+
     Args:
         values: As in `clear_skipped`; changed.
         mask: As in `clear_skipped`.
-
-    Raises:
-        ShapeError: If tensors do not fit.
     """
     clear_skipped(values, mask, backend="torch" if triton_obstacle(values.device) else "triton")
     return values

@@ -112,8 +112,7 @@ def candidates(shape: KShape, device: torch.device, few: bool) -> Iterator[Candi
 def fitted_tile(tile: Sequence[int] | None, device: torch.device, shape: KShape, block_m: int, **default: int) -> KTile:
     """Return the given tile, or the device's default with some fields replaced.
 
-    Raises:
-        UnfitError: If it does not fit the shape.
+    Raises UnfitError if it does not fit the shape.
     """
     chosen = KTile(*tile) if tile else default_tile(device, shape, block_m)._replace(**default)
     fit = shape.group_size % chosen.block_k == 0 and shape.width % chosen.block_n == 0

@@ -71,10 +71,6 @@ def gemm_k(
 
     Returns:
         [M, N] in the dtype of `h` or the one that is given.
-
-    Raises:
-        ShapeError: If shapes, strides or dtypes do not fit together.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     num_groups = _check_sum("gemm_k", h, weight, group_size=group_size, bias=bias)
     blocks = -(-num_groups // order.groups_per_block)
@@ -115,10 +111,6 @@ def gemm_k_rows(
         group_size: Channels of a group, G; up to 128 groups.
         bias: [N]; added to every row.
         x_scale: See `gemm_k`, as for `scale` and `dtype`.
-
-    Raises:
-        ShapeError: If shapes, strides or dtypes do not fit together.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     num_groups = _check_sum("gemm_k_rows", h, weight, group_size=group_size, bias=bias)
     if num_groups > MAX_GROUPS:

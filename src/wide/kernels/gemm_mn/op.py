@@ -76,10 +76,6 @@ def gemm_mn(
 
     Returns:
         [M, N] in the dtype of `x` or the one that is given, accumulated in float32 or int32.
-
-    Raises:
-        ShapeError: If shapes, strides or dtypes do not fit together.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     num_groups = order.counts.numel()
     _check(x, weight, num_groups, order.index)

@@ -64,10 +64,6 @@ def gemv_mn(
 
     Returns:
         [M, N] in the dtype of `x`, accumulated in float32.
-
-    Raises:
-        ShapeError: If tensors or options do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     _check("gemv_mn", x, mask, weight.shape[0])
     whole, column = (weight.shape[0], x.shape[1]), (weight.shape[0],)
@@ -109,10 +105,6 @@ def gemv_k(
 
     Returns:
         [M, N] in the dtype of `h`, accumulated in float32; the same bits in every run.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     _check("gemv_k", h, mask, h.shape[-1])
     width = weight.shape[0]

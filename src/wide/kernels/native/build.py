@@ -72,14 +72,13 @@ def cubin(
 ) -> bytes:
     """Return the machine code of a source file, from `folder` if it was compiled before.
 
+    Raises UnsupportedBackendError if the compiler is missing, or refuses the source, in its words.
+
     Args:
         source: A file of CUDA C++ that includes nothing.
         folder: Where machine code is kept; made if it does not exist. If nothing can be written there, nothing is kept.
         architecture: For example 'sm_90a'.
         header: A file that is put in front of the source, such as `HOPPER`.
-
-    Raises:
-        UnsupportedBackendError: If the compiler is missing, or refuses the source, in its words.
     """
     missing = _compiler_obstacle()
     if missing is not None:

@@ -34,15 +34,14 @@ def _checked(answer: tuple[Any, ...]) -> Any:
 class Kernel:
     """One function of a piece of machine code.
 
+    Raises UnsupportedBackendError if the driver refuses the code, a launch or a tensor map; the message names kernel,
+    device and the driver's reason.
+
     Args:
         image: Machine code (`cubin`).
         threads: Of a block.
         shared_bytes: Dynamic shared memory of a block.
         instead: Backend that computes the same without this kernel, for messages.
-
-    Raises:
-        UnsupportedBackendError: If the driver refuses the code, a launch or a tensor map; the message names kernel,
-            device and the driver's reason.
     """
 
     def __init__(self, image: bytes, name: str, *, threads: int, shared_bytes: int, instead: str) -> None:

@@ -43,10 +43,6 @@ def reorder(mask: torch.Tensor, *, block_m: int = 128, backend: str) -> Reorderi
     Args:
         mask: True = execute, bool [M, N_G], any strides.
         block_m: Rows in a tile of the GEMM that follows; a power of two.
-
-    Raises:
-        ShapeError: If mask or block_m do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     index, counts, offsets, tiles, num_tiles = _reorder(mask, block_m, backend)
     return Reordering(index, counts, offsets, tiles, num_tiles, block_m)
@@ -81,10 +77,6 @@ def reorder_rows(mask: torch.Tensor, *, backend: str) -> RowReordering:
 
     Args:
         mask: True = execute, bool [M, N_G] with N_G up to 128, any strides.
-
-    Raises:
-        ShapeError: If the mask does not fit.
-        UnsupportedBackendError: If the backend cannot run here.
 
     Source: docs/results/operators.md (rare groups first).
     """

@@ -33,10 +33,6 @@ def rms_norm(
 
     Returns:
         Two tensors [M, D] in the dtype of `x`; the mean square is taken in float32.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     total, normed = _rms_norm(x, weight, addend, eps, unit_offset, backend)
     return (x if addend is None else total), normed
@@ -45,8 +41,7 @@ def rms_norm(
 def check_norm(name: str, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None) -> None:
     """Refuse rows [M, D], a norm's weight [D] and an addend that do not fit each other.
 
-    Raises:
-        ShapeError: If they do not fit; the message begins with `name`.
+    Raises ShapeError if they do not fit; the message begins with `name`.
     """
     if x.dim() != 2 or x.stride(1) != 1 or not 1 <= x.shape[1] <= _MAX_WIDTH:
         raise ShapeError(f"{name} wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")

@@ -60,10 +60,6 @@ def rope_to_cache(
 
     Returns:
         The turned queries, [B, T, H_q, d], contiguous; heads that `mask` skips hold anything.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     _check_shapes(q, k, v, k_cache, v_cache, places)
     tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]

@@ -89,6 +89,30 @@ def norm_route(
 
 
 @triton.jit
+def _decide(
+    sums, lanes, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Store which groups rows execute, by what is in the lanes of their bottleneck; count the pairs and the rows."""
+    for g in range(0, NUM_GROUPS, BLOCK_G):
+        groups = g + tl.arange(0, BLOCK_G)
+        in_groups = (groups < NUM_GROUPS)[None, :]
+        second = DIFFERENCE + groups[None, :] * R + lanes[:, None]
+        difference = tl.load(second, mask=in_groups & (lanes < R)[:, None], other=0.0)
+        # Three products of TF32 keep float32's accuracy, on tensor cores.
+        margin = tl.dot(sums, difference, input_precision="tf32x3")
+        if HAS_OFFSET:
+            margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
+        executes = (margin >= 0.0) & is_real & in_groups
+        to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
+        tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
+        if HAS_COUNTS:
+            tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
+    if HAS_COUNTS:
+        tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
+
+
+@triton.jit
 def _route(
     X,
     DOWN,
@@ -132,24 +156,11 @@ def _route(
             values = tl.load(x + ks[None, :], mask=in_rows & (ks < D)[None, :], other=0.0)
             weights = tl.load(down + ks[:, None], mask=in_lanes[None, :] & (ks < D)[:, None], other=0.0)
         acc = tl.dot(values, weights, acc, input_precision="ieee")
-    for g in range(0, NUM_GROUPS, BLOCK_G):
-        groups = g + tl.arange(0, BLOCK_G)
-        in_groups = (groups < NUM_GROUPS)[None, :]
-        # The rows of the second matrix repeat for each part, so that this product also adds the parts up.
-        difference = tl.load(
-            DIFFERENCE + groups[None, :] * R + lane[:, None], mask=in_groups & in_lanes[:, None], other=0.0
-        )
-        # Three products of TF32 keep float32's accuracy, on tensor cores.
-        margin = tl.dot(acc, difference, input_precision="tf32x3")
-        if HAS_OFFSET:
-            margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
-        executes = (margin >= 0.0) & is_real & in_groups
-        to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
-        tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
-        if HAS_COUNTS:
-            tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
-    if HAS_COUNTS:
-        tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
+    # The rows of the second matrix repeat for each part, so that its product also adds the parts up.
+    _decide(
+        acc, lane, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G,
+        HAS_OFFSET, HAS_COUNTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -185,7 +196,6 @@ def _route_split(
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (rows < M)[:, None]
     lanes = tl.arange(0, BLOCK_R)
-    in_lanes = lanes < R
     x = X + rows.to(tl.int64)[:, None] * stride_xm
     # Column `place` of the products is lane `place % BLOCK_R` of part `place // BLOCK_R`.
     places = tl.arange(0, PARTS * BLOCK_R)
@@ -214,21 +224,10 @@ def _route_split(
         is_real = in_rows
         if HAS_PADDING:
             is_real = in_rows & (tl.load(PADDING + rows, mask=rows < M, other=1) == 0)[:, None]
-        for g in range(0, NUM_GROUPS, BLOCK_G):
-            groups = g + tl.arange(0, BLOCK_G)
-            in_groups = (groups < NUM_GROUPS)[None, :]
-            second = DIFFERENCE + groups[None, :] * R + lanes[:, None]
-            difference = tl.load(second, mask=in_groups & in_lanes[:, None], other=0.0)
-            margin = tl.dot(total, difference, input_precision="tf32x3")
-            if HAS_OFFSET:
-                margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
-            executes = (margin >= 0.0) & is_real & in_groups
-            to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
-            tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
-            if HAS_COUNTS:
-                tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
-        if HAS_COUNTS:
-            tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
+        _decide(
+            total, lanes, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G,
+            HAS_OFFSET, HAS_COUNTS,
+        )  # fmt: skip
         tl.store(COUNTER + tile, 0)
 
 

@@ -41,10 +41,6 @@ def route(
         counts: Pairs that execute and rows, int32 [2], to which those of this call are added. As the weights' counter,
             it is not declared as written to, since no graph reads it.
 
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
-
     Source: paper, section 3.1 (routing components).
     """
     _check(x, weights)
@@ -73,10 +69,6 @@ def norm_route(
         addend: Output of the sublayer before, as `x`.
         unit_offset: Whether the norm's factor is 1 + weight (Gemma).
         reads_residual: Whether the router reads the sum instead of the normed rows.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     total, normed, mask = _norm_route(x, weight, addend, weights, eps, unit_offset, reads_residual, backend)
     return (x if addend is None else total), normed, mask

@@ -92,8 +92,7 @@ class Tuned:
 def tuned_layers(specs: Sequence[BlockSpec], plan: Plan, weights: str = "model") -> list[TunedLayer]:
     """Return the layers of a model under a plan; weights are not read.
 
-    Raises:
-        ConfigError: If the plan is of another number of layers.
+    Raises ConfigError if the plan is of another number of layers.
     """
     if len(plan.layers) != len(specs):
         raise ConfigError(f"the model has {len(specs)} layers and the plan {len(plan.layers)}; name the adapter's base")
@@ -124,7 +123,8 @@ def tune_layers(
     Weights are not read: random ones of their shapes are raced. The GPU needs room for the largest of them a few times.
     Equal layers are measured once: steps first, since generation is made of them, then prompts in the order of `rows`.
     The table is written after every shape, so that a stopped run keeps what it measured. A shape that cannot be
-    measured, for example for want of memory, is named and stays dense.
+    measured, for example for want of memory, is named and stays dense. Raises ConfigError if the table is damaged, or
+    no tokens skip anything.
 
     Args:
         rows: Numbers of tokens of a prompt, the most important first.
@@ -132,9 +132,6 @@ def tune_layers(
         quick: The defaults of each backend and a few more tiles alone; otherwise all that fit.
         seconds: After them no further tile is begun: what is not measured until then stays dense; None takes its time.
         table: Where choices are kept; None means the user's own, which `wide.optimize` reads.
-
-    Raises:
-        ConfigError: If the table is damaged, or no tokens skip anything.
     """
     if not any(layer.attention or layer.ffn for layer in layers):
         raise ConfigError("no tokens skip anything under this plan, so there is nothing to measure; name routers")
