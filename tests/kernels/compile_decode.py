@@ -38,11 +38,11 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = F
         "BLOCK_D": block_d,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "HAS_WINDOW": edges,
         "HAS_CAP": edges or runs,
-        "HAS_RUNS": runs,
         "USES_TMA": tile.uses_tma,
     }
+    # What is not given is None.
+    constants |= ({} if edges else {"window": None}) | ({} if runs else {"RUNS": None})
     types = dict(TYPES)
     if tile.uses_tma:
         types["K"] = types["V"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {block_d}]>"
@@ -59,12 +59,11 @@ def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, An
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_N": tile.block_n,
         "MIN_BLOCKS": tile.min_blocks,
-        "HAS_MASK": True,
-        "HAS_STARTS": edges,
-        "HAS_WINDOW": edges,
         "HAS_CAP": edges,
         "PAGE": 256 if edges else 0,
     }
+    if not edges:
+        constants |= {"STARTS": None, "PAGES": None, "window": None}
     return build(decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **TYPES)
 
 
@@ -78,10 +77,10 @@ def gemv_at(facts: DeviceFacts, rows: int, weights: str = "bf16") -> Iterator[di
     """Compile both decode GEMMs for a number of rows."""
     is_int8 = weights == "i8"
     types = dict.fromkeys(("WEIGHT", "UP_WEIGHT"), f"*{weights}") | dict.fromkeys(("SCALE", "UP_SCALE"), "*fp32")
-    rows_of = {"ROWS": rows, "G": 128, "HAS_BIAS": False, "HAS_SCALE": is_int8}
+    rows_of = {"ROWS": rows, "G": 128, "BIAS": None} | ({} if is_int8 else {"SCALE": None})
     tile = gemv.default_mn_tile(facts, is_gated=True)
     wide = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": True, "IS_GATED": True, "ACTIVATION": "silu"}
-    wide["HAS_MASK"] = True
+    wide |= {"UP_BIAS": None} | ({} if is_int8 else {"UP_SCALE": None})
     constants = rows_of | wide | {"ZERO_SKIPPED": False, "ROWS_PAD": triton.next_power_of_2(rows)}
     yield build(gemv._gemv_mn, facts.capability, constants, tile.num_warps, 3, **types)
     for is_long in (False, True):

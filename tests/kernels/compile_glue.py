@@ -33,9 +33,9 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     for pairs, size, block in ((32, 512, 512), (128, 128, 128)):
         sizes = {"G": size, "PAIRS": pairs, "BLOCK_C": block}
         yield build(clear_skipped._clear_skipped, target, sizes, 4, 3, **TYPES)
-    norm = {"D": 4096, "BLOCK_D": 4096, "HAS_ADDEND": True, "UNIT_OFFSET": False}
+    norm = {"D": 4096, "BLOCK_D": 4096, "UNIT_OFFSET": False}
     yield build(rms_norm._rms_norm, target, norm, 4, 3, **TYPES)
-    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64, "HAS_NORM": True, "HAS_PLACES": True}
+    heads = {"H_Q": 32, "H_K": 8, "D": 128, "BLOCK_D": 64}
     for at_once, group, turned, other in (
         (16, 0, 128, False),
         (64, 4, 128, False),
@@ -44,8 +44,7 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     ):
         form = {"HEADS": at_once, "GROUP": group, "R": turned, "INTERLEAVED": other, "UNIT_OFFSET": other}
         yield build(rope._rope_to_cache, target, heads | form, 4, 3, **TYPES)
-    router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "HAS_OFFSET": False}
-    router |= {"HAS_PADDING": True, "HAS_COUNTS": True}
+    router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "OFFSET": None}
     facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
     for num_rows in (16, 8192, 16384):
         tile = route.default_tile(facts, num_rows)
@@ -54,5 +53,5 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
     split = {"BLOCK_G": 128, "BLOCK_M": route.SMALLEST_BLOCK, "BLOCK_K": 256, "SHARE": 256, "NUM_SHARES": 16}
     yield build(route._route_split, target, router | split | {"BLOCK_S": 16}, 4, 3, **TYPES)
     few = {"BLOCK_D": 4096, "BLOCK_G": 128, "SHARE": 128, "NUM_SHARES": 32, "BLOCK_S": 32}
-    flags = {"HAS_NORM": True, "HAS_ADDEND": True, "UNIT_OFFSET": False, "READS_RESIDUAL": False}
+    flags = {"UNIT_OFFSET": False, "READS_RESIDUAL": False}
     yield build(route._route_few, target, router | few | flags, 4, 3, **TYPES)

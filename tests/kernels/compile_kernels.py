@@ -88,14 +88,13 @@ def gemm_mn_at(target: int, *, int8: bool = False) -> dict[str, Any]:
         "BLOCK_K": block_k,
         "GATED": True,
         "ACTIVATION": "silu",
-        "HAS_BIAS": False,
-        "HAS_UP_BIAS": False,
-        "ZEROES": True,
+        "BIAS": None,
+        "UP_BIAS": None,
         "WEIGHTS_BY": int(tma),
         "WHOLE_K": True,
-        "INT8": int8,
         "PRECISION": "tf32",
     }
+    constants |= {} if int8 else dict.fromkeys(SCALE_POINTERS)
     weights = dict.fromkeys(("W", "W_UP"), f"tensordesc<{kind}[{block_n}, {block_k}]>" if tma else f"*{kind}")
     return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, X=f"*{kind}", **weights)
 
@@ -114,11 +113,11 @@ def gemm_k_at(target: int, reduces: bool, run: int, *, int8: bool = False) -> di
         "RUN": run,
         "PIECES": 2,
         "REDUCES": reduces,
-        "HAS_BIAS": False,
+        "BIAS": None,
         "BY_TMA": tma,
-        "INT8": int8,
         "PRECISION": "tf32",
     }
+    constants |= {} if int8 else {"X_SCALE": None, "SCALE": None}
     types = {"H": f"*{kind}", "W": f"tensordesc<{kind}[128, {block_k}]>" if tma else f"*{kind}"}
     if reduces:
         types["OUT"] = "*fp32"
@@ -149,7 +148,7 @@ def items_at(target: int) -> Iterator[dict[str, Any]]:
 def drain_at(target: int) -> dict[str, Any]:
     """Compile the drain of GEMM-K that clears what it read; `ordered`: a barrier stands between its load and clear."""
     types = {"TOTAL": "*fp32"}
-    return build(gemm_k._drain_kernel, target, {"HAS_BIAS": False, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
+    return build(gemm_k._drain_kernel, target, {"BIAS": None, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
 
 
 def int8_at(target: int) -> Iterator[dict[str, Any]]:

@@ -96,9 +96,6 @@ def _attend_share(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     PAGE: tl.constexpr,
 ):
@@ -108,12 +105,12 @@ def _attend_share(
     # Blocks of keys of every pair; none of those that are skipped.
     highs = tl.load(LENGTHS + pair // NUM_UNITS, mask=is_pair, other=0)
     lows = tl.zeros_like(highs)
-    if HAS_STARTS:
+    if STARTS is not None:
         lows = tl.load(STARTS + pair // NUM_UNITS, mask=is_pair, other=0)
-    if HAS_WINDOW:
+    if window is not None:
         lows = tl.maximum(lows, highs - window)
     blocks = tl.where(highs > lows, tl.cdiv(highs, BLOCK_N) - lows // BLOCK_N, 0)
-    if HAS_MASK:
+    if MASK is not None:
         group = pair % NUM_UNITS * NUM_GROUPS // NUM_UNITS
         runs = tl.load(MASK + pair // NUM_UNITS * stride_mb + group, mask=is_pair, other=0)
         blocks = tl.where(runs != 0, blocks, 0)
@@ -139,9 +136,9 @@ def _attend_share(
         kv_head = unit * NUM_KV_HEADS // NUM_UNITS
         high = tl.load(LENGTHS + b)
         low = 0
-        if HAS_STARTS:
+        if STARTS is not None:
             low = tl.load(STARTS + b)
-        if HAS_WINDOW:
+        if window is not None:
             low = tl.maximum(low, high - window)
         first_block = low // BLOCK_N + at - here_begin
         last_block = low // BLOCK_N + part_stop - here_begin
@@ -152,8 +149,9 @@ def _attend_share(
         row_max = tl.full([ROWS], -1.0e30, tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        pages = PAGES + b.to(tl.int64) * stride_pb
         page = first_block
+        if PAGES is not None:
+            pages = PAGES + b.to(tl.int64) * stride_pb
         if PAGE and PAGE % BLOCK_N == 0:
             page = tl.load(pages + first_block * BLOCK_N // PAGE)
         for block in tl.range(first_block, last_block):
@@ -273,7 +271,6 @@ def attention_decode(
     # Pages belong to no sequence: only places inside them have a stride.
     strides = [part.stride()[:3] if pages is None else (0, *part.stride()[1:3]) for part in (k, v)]
     shape = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "MIN_BLOCKS": chosen.min_blocks}
-    has = {"HAS_STARTS": starts is not None, "HAS_WINDOW": window is not None, "HAS_CAP": soft_cap is not None}
     _attend_share[(num_programs,)](
         q,
         k,
@@ -281,16 +278,16 @@ def attention_decode(
         *parts,
         ends,
         lengths,
-        lengths if starts is None else starts,
-        lengths if mask is None else mask.view(torch.uint8),
-        lengths if pages is None else pages,
+        starts,
+        None if mask is None else mask.view(torch.uint8),
+        pages,
         *q.stride()[:2],
         *strides[0],
         *strides[1],
         0 if mask is None else mask.stride(0),
         0 if pages is None else pages.stride(0),
         num_pairs,
-        0 if window is None else window,
+        window,
         *score_factors(scale, soft_cap, head_dim),
         PAIRS=triton.next_power_of_2(num_pairs),
         NUM_UNITS=units.num_units,
@@ -298,10 +295,9 @@ def attention_decode(
         NUM_KV_HEADS=units.num_kv_heads,
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)),
         BLOCK_N=chosen.block_n,
-        HAS_MASK=mask is not None,
+        HAS_CAP=soft_cap is not None,
         PAGE=0 if pages is None else k.shape[1],
         **shape,
-        **has,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )

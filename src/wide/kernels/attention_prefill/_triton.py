@@ -155,9 +155,7 @@ def _attention_prefill(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
     USES_TMA: tl.constexpr,
 ):
     # Within a band of units, the last tile of each comes first: longest first, and the empty ones last.
@@ -195,7 +193,7 @@ def _attention_prefill(
     first_position = first_token + shift
     last_position = last_token + shift
     lows = position
-    if HAS_RUNS:
+    if RUNS is not None:
         lows = tl.load(RUNS + token)
         position = tl.load(RUNS + T_q + token) - 1
         first_position = tl.load(RUNS + T_q + first_token) - 1
@@ -203,16 +201,16 @@ def _attention_prefill(
     first = 0
     low = 0
     low_full = 0
-    if HAS_WINDOW:
+    if window is not None:
         low = tl.maximum(0, first_position - window + 1)
         low_full = tl.maximum(0, last_position - window + 1)
-    if HAS_RUNS:
+    if RUNS is not None:
         low = tl.load(RUNS + first_token)
         low_full = tl.load(RUNS + last_token)
     high = last_position + 1
     high_full = first_position + 1
     end_of_keys = T_k
-    if HAS_RUNS:
+    if RUNS is not None:
         # What lies outside of a tile's runs may hold anything.
         first = low
         end_of_keys = high
@@ -228,10 +226,10 @@ def _attention_prefill(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # Blocks with an element-wise mask, then without, then with one again.
     middle = low
-    if HAS_WINDOW or HAS_RUNS:
+    if window is not None or RUNS is not None:
         middle = tl.minimum(tl.cdiv(low_full, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
     high_full = tl.maximum(high_full, middle)
-    for phase in tl.static_range(0 if HAS_WINDOW or HAS_RUNS else 1, 3):
+    for phase in tl.static_range(0 if window is not None or RUNS is not None else 1, 3):
         begin = low if phase == 0 else (middle if phase == 1 else high_full)
         end = middle if phase == 0 else (high_full if phase == 1 else high)
         for n in tl.range(begin, end, BLOCK_N):
@@ -247,9 +245,9 @@ def _attention_prefill(
                 columns = n + offsets_n
                 seen = ((columns >= first) & (columns < end_of_keys))[None, :]
                 seen = seen & (columns[None, :] <= position[:, None])
-                if HAS_WINDOW:
+                if window is not None:
                     seen = seen & (columns[None, :] > position[:, None] - window)
-                if HAS_RUNS:
+                if RUNS is not None:
                     seen = seen & (columns[None, :] >= lows[:, None])
                 scores = tl.where(seen, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -305,7 +303,7 @@ def attention_prefill(
         out,
         index,
         counts,
-        counts if runs is None else runs,
+        runs,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -314,7 +312,7 @@ def attention_prefill(
         batch,
         max_tiles,
         band,
-        0 if window is None else window,
+        window,
         *score_factors(scale, soft_cap, head_dim),
         NUM_UNITS=units.num_units,
         NUM_GROUPS=units.num_groups,
@@ -324,9 +322,7 @@ def attention_prefill(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=chosen.block_n,
-        HAS_WINDOW=window is not None,
         HAS_CAP=soft_cap is not None,
-        HAS_RUNS=runs is not None,
         USES_TMA=bool(chosen.uses_tma),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

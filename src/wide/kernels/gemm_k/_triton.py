@@ -185,13 +185,13 @@ def _launch(
         h,
         TensorDescriptor.from_tensor(weight, [block_n, block_k]) if tma else weight,
         out,
-        weight if bias is None else bias,
+        bias,
         order.index,
         order.patterns,
         order.counts,
         order.tiles,
         order.num_tiles,
-        *(order.counts if factor is None else factor for factor in scales),
+        *scales,
         order.index.shape[1],
         parts // run,
         column,
@@ -206,9 +206,7 @@ def _launch(
         RUN=run,
         PIECES=min(4, pieces),
         REDUCES=reduces,
-        HAS_BIAS=bias is not None,
         BY_TMA=tma,
-        INT8=scales[0] is not None,
         PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
         num_stages=tile.num_stages,
         num_warps=tile.num_warps,
@@ -243,7 +241,6 @@ def _write(
     column,
     first,
     REDUCES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     channels = first + tl.arange(0, WIDTH)
@@ -251,7 +248,7 @@ def _write(
     if REDUCES:
         tl.atomic_add(out, values, mask=inside[:, None], sem="relaxed")
     else:
-        if HAS_BIAS:
+        if BIAS is not None:
             values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
         tl.store(out, values.to(OUT.dtype.element_ty), mask=inside[:, None])
 
@@ -263,31 +260,31 @@ def _halves(values, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _write_tile(
-    OUT, BIAS, total, targets, inside, column, REDUCES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OUT, BIAS, total, targets, inside, column, REDUCES: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     # A thread holds columns of every piece, so that cutting a tile moves nothing.
     if PIECES == 1:
-        _write(OUT, BIAS, total, targets, inside, column, 0, REDUCES, HAS_BIAS, WIDTH)
+        _write(OUT, BIAS, total, targets, inside, column, 0, REDUCES, WIDTH)
     else:
         HALF: tl.constexpr = WIDTH // 2
         left, right = _halves(total, ROWS, WIDTH)
         if PIECES == 2:
-            _write(OUT, BIAS, left, targets, inside, column, 0, REDUCES, HAS_BIAS, HALF)
-            _write(OUT, BIAS, right, targets, inside, column, HALF, REDUCES, HAS_BIAS, HALF)
+            _write(OUT, BIAS, left, targets, inside, column, 0, REDUCES, HALF)
+            _write(OUT, BIAS, right, targets, inside, column, HALF, REDUCES, HALF)
         else:
             QUARTER: tl.constexpr = WIDTH // 4
             first, second = _halves(left, ROWS, HALF)
             third, fourth = _halves(right, ROWS, HALF)
-            _write(OUT, BIAS, first, targets, inside, column, 0, REDUCES, HAS_BIAS, QUARTER)
-            _write(OUT, BIAS, second, targets, inside, column, QUARTER, REDUCES, HAS_BIAS, QUARTER)
-            _write(OUT, BIAS, third, targets, inside, column, HALF, REDUCES, HAS_BIAS, QUARTER)
-            _write(OUT, BIAS, fourth, targets, inside, column, HALF + QUARTER, REDUCES, HAS_BIAS, QUARTER)
+            _write(OUT, BIAS, first, targets, inside, column, 0, REDUCES, QUARTER)
+            _write(OUT, BIAS, second, targets, inside, column, QUARTER, REDUCES, QUARTER)
+            _write(OUT, BIAS, third, targets, inside, column, HALF, REDUCES, QUARTER)
+            _write(OUT, BIAS, fourth, targets, inside, column, HALF + QUARTER, REDUCES, QUARTER)
 
 
 @triton.jit
-def _scaled(total, row_scale, SCALE, column, BLOCK_N: tl.constexpr, INT8: tl.constexpr):
-    if INT8:
+def _scaled(total, row_scale, SCALE, column, BLOCK_N: tl.constexpr):
+    if SCALE is not None:
         factor = tl.load(SCALE + column + tl.arange(0, BLOCK_N))
         total = total.to(tl.float32) * row_scale[:, None] * factor[None, :]
     return total
@@ -320,12 +317,10 @@ def _gemm_k_kernel(
     RUN: tl.constexpr,
     PIECES: tl.constexpr,
     REDUCES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BY_TMA: tl.constexpr,
-    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
+    SUM: tl.constexpr = tl.int32 if X_SCALE is not None else tl.float32
     STEPS: tl.constexpr = G // BLOCK_K
     ks = tl.arange(0, BLOCK_K)
     channels = tl.arange(0, BLOCK_N)
@@ -349,7 +344,7 @@ def _gemm_k_kernel(
         step = 0
         total = tl.zeros((BLOCK_M, BLOCK_N), SUM)
         row_scale = rows
-        if INT8:
+        if X_SCALE is not None:
             row_scale = tl.load(X_SCALE + rows, mask=inside, other=0.0)
         # One loop over all column parts: the loads of the next part run while this one is written.
         for _ in range(0, num_steps * RUN):
@@ -369,8 +364,8 @@ def _gemm_k_kernel(
                 if ends:
                     targets = rows * stride_out + part
                     _write_tile(
-                        OUT, BIAS, _scaled(total, row_scale, SCALE, column, BLOCK_N, INT8), targets, inside, column,
-                        REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES,
+                        OUT, BIAS, _scaled(total, row_scale, SCALE, column, BLOCK_N), targets, inside, column,
+                        REDUCES, BLOCK_M, BLOCK_N, PIECES,
                     )  # fmt: skip
                     total = tl.zeros((BLOCK_M, BLOCK_N), SUM)
                 step = tl.where(ends, 0, step)
@@ -379,8 +374,8 @@ def _gemm_k_kernel(
             targets = rows * stride_out + part
             column = first_column + part
             _write_tile(
-                OUT, BIAS, _scaled(total, row_scale, SCALE, column, BLOCK_N, INT8), targets, inside, column,
-                REDUCES, HAS_BIAS, BLOCK_M, BLOCK_N, PIECES,
+                OUT, BIAS, _scaled(total, row_scale, SCALE, column, BLOCK_N), targets, inside, column,
+                REDUCES, BLOCK_M, BLOCK_N, PIECES,
             )  # fmt: skip
 
 
@@ -392,13 +387,12 @@ def _drain(total: torch.Tensor, out: torch.Tensor, column: int, bias: torch.Tens
     _drain_kernel[grid](
         total,
         out,
-        out if bias is None else bias,
+        bias,
         num_rows,
         num_columns,
         column,
         total.stride(0),
         out.stride(0),
-        HAS_BIAS=bias is not None,
         CLEARS=clears,
         BLOCK=block,
         num_warps=4,
@@ -415,7 +409,6 @@ def _drain_kernel(
     first_column,
     stride_total,
     stride_out,
-    HAS_BIAS: tl.constexpr,
     CLEARS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -428,7 +421,7 @@ def _drain_kernel(
         # The compiler may give load and store different threads: without this, one clears what another has yet to read.
         tl.debug_barrier()
         tl.store(places, tl.zeros_like(values), mask=inside)
-    if HAS_BIAS:
+    if BIAS is not None:
         values += tl.load(BIAS + first_column + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     out = OUT + rows.to(tl.int64)[:, None] * stride_out + (first_column + columns)[None, :]
     tl.store(out, values.to(OUT.dtype.element_ty), mask=inside)

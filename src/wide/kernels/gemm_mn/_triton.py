@@ -144,14 +144,16 @@ def gemm_mn(
         w,
         w_up,
         out,
-        weight if bias is None else bias,
-        weight if up_bias is None else up_bias,
+        bias,
+        up_bias,
         order.index,
         order.counts,
         order.tiles,
         order.num_tiles,
-        order.counts if mask is None else mask.view(torch.uint8),
-        *(order.counts if factor is None else factor for factor in (x_scale, scale, up_scale)),
+        None if mask is None else mask.view(torch.uint8),
+        x_scale,
+        scale,
+        up_scale,
         num_rows,
         depth,
         x.stride(0),
@@ -165,12 +167,8 @@ def gemm_mn(
         BLOCK_K=block_k,
         GATED=up_weight is not None,
         ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        HAS_UP_BIAS=up_bias is not None,
-        ZEROES=mask is not None,
         WEIGHTS_BY=weights_by,
         WHOLE_K=depth % block_k == 0,
-        INT8=x_scale is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_stages=num_stages,
         num_warps=num_warps,
@@ -267,21 +265,17 @@ def _gemm_mn_kernel(
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_UP_BIAS: tl.constexpr,
-    ZEROES: tl.constexpr,
     WEIGHTS_BY: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    INT8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
+    SUM: tl.constexpr = tl.int32 if X_SCALE is not None else tl.float32
     PARTS: tl.constexpr = G // BLOCK_N
     STACKED: tl.constexpr = WEIGHTS_BY == 2
     BY_TMA: tl.constexpr = WEIGHTS_BY == 1
     ks = tl.arange(0, BLOCK_K)
     num_tiles = tl.load(NUM_TILES) * PARTS
-    if ZEROES:
+    if MASK is not None:
         # Groups that no row executes have no tile that would clear them.
         for group in range(tl.program_id(0), N_G, tl.num_programs(0)):
             if tl.load(COUNTS + group) == 0:
@@ -298,7 +292,7 @@ def _gemm_mn_kernel(
         # Rows beyond the count read row 0 and are never stored.
         rows = tl.load(INDEX + group * M + places, mask=places < count, other=0).to(tl.int64)
         column = group * G + (tile % PARTS) * BLOCK_N
-        if ZEROES:
+        if MASK is not None:
             # Each tile of a group clears its share of all rows; the writes go out while the products run.
             share = tl.cdiv(M, tl.cdiv(count, BLOCK_M))
             _clear_skipped(
@@ -330,16 +324,16 @@ def _gemm_mn_kernel(
                     b = _weight_block(W_UP, column, k, stride_w, K, BLOCK_N, BLOCK_K, BY_TMA, WHOLE_K)
                     up = tl.dot(a, b.T, up, input_precision=PRECISION, out_dtype=SUM)
         channels = tl.arange(0, BLOCK_N)
-        if INT8:
+        if X_SCALE is not None:
             row_scale = tl.load(X_SCALE + rows, mask=places < count, other=0.0)[:, None]
             values = values.to(tl.float32) * row_scale * tl.load(SCALE + column + channels)[None, :]
             if GATED:
                 up = up.to(tl.float32) * row_scale * tl.load(UP_SCALE + column + channels)[None, :]
-        if HAS_BIAS:
+        if BIAS is not None:
             values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
         values = activated(values, ACTIVATION)
         if GATED:
-            if HAS_UP_BIAS:
+            if UP_BIAS is not None:
                 up += tl.load(UP_BIAS + column + channels).to(tl.float32)[None, :]
             values = values * up
         target = rows * stride_out + column
@@ -356,13 +350,12 @@ def gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | N
     _gated_kernel[(num_rows, triton.cdiv(width, 1024))](
         both,
         out,
-        both if raw is None else raw,
+        raw,
         width,
         1 if mask is None else width // mask.shape[1],
         both.stride(0),
         *((0, 0) if raw is None else raw.stride()),
         ACTIVATION=activation,
-        MASKED=mask is not None,
         BLOCK=1024,
         num_warps=4,
     )
@@ -371,7 +364,7 @@ def gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | N
 
 @triton.jit
 def _gated_kernel(
-    BOTH, OUT, MASK, N, G, stride_both, stride_m, stride_g, ACTIVATION: tl.constexpr, MASKED: tl.constexpr,
+    BOTH, OUT, MASK, N, G, stride_both, stride_m, stride_g, ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -380,7 +373,7 @@ def _gated_kernel(
     gate = tl.load(BOTH + row * stride_both + channels, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(BOTH + row * stride_both + N + channels, mask=inside, other=0.0).to(tl.float32)
     values = activated(gate, ACTIVATION) * up
-    if MASKED:
+    if MASK is not None:
         executes = tl.load(MASK + row * stride_m + (channels // G) * stride_g, mask=inside, other=0)
         values = tl.where(executes != 0, values, 0.0)
     tl.store(OUT + row * N + channels, values.to(OUT.dtype.element_ty), mask=inside)

@@ -90,16 +90,13 @@ def _gemv_mn(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ZERO_SKIPPED: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_N
     rows = tl.arange(0, ROWS_PAD)
     runs = rows < ROWS
-    if HAS_MASK:
+    if MASK is not None:
         runs = tl.load(MASK + rows * stride_mm + first // G, mask=rows < ROWS, other=0) != 0
     channels = first + tl.arange(0, BLOCK_N)
     out = OUT + rows[None, :] * N + channels[:, None]
@@ -130,15 +127,15 @@ def _gemv_mn(
             acc += tl.where(here, tl.sum(w * x[None, :], 1)[:, None], 0.0)
             if IS_GATED:
                 up_acc += tl.where(here, tl.sum(u * x[None, :], 1)[:, None], 0.0)
-    if HAS_SCALE:
+    if SCALE is not None:
         acc *= tl.load(SCALE + channels)[:, None]
         if IS_GATED:
             up_acc *= tl.load(UP_SCALE + channels)[:, None]
-    if HAS_BIAS:
+    if BIAS is not None:
         acc += tl.load(BIAS + channels).to(tl.float32)[:, None]
     acc = activated(acc, ACTIVATION)
     if IS_GATED:
-        if HAS_BIAS:
+        if BIAS is not None:
             up_acc += tl.load(UP_BIAS + channels).to(tl.float32)[:, None]
         acc = acc * up_acc
     if ZERO_SKIPPED:
@@ -180,8 +177,6 @@ def _gemv_k(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNROLL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
 ):
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_channel = channels < N
@@ -221,10 +216,10 @@ def _gemv_k(
                 if ROWS > 3:
                     sums3 += w * _input(H, MASK, 3, group, inside, spread + at, stride_hm, stride_mm, ROWS)
     bias = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_BIAS:
+    if BIAS is not None:
         bias += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)
     scale = tl.full([BLOCK_N], 1.0, tl.float32)
-    if HAS_SCALE:
+    if SCALE is not None:
         scale = tl.load(SCALE + channels, mask=is_channel, other=0.0)
     out = OUT + channels
     tl.store(out, (tl.sum(sums0, 1) * scale + bias).to(OUT.dtype.element_ty), mask=is_channel)
@@ -264,11 +259,11 @@ def gemv_mn(
         x,
         weight,
         up,
-        weight if bias is None else bias,
-        weight if up_bias is None else up_bias,
-        weight if scale is None else scale,
-        weight if up_scale is None else up_scale,
-        out if mask is None else mask.view(torch.uint8),
+        bias,
+        up_bias,
+        scale,
+        up_scale,
+        None if mask is None else mask.view(torch.uint8),
         out,
         x.stride(0),
         weight.stride(0),
@@ -283,9 +278,6 @@ def gemv_mn(
         BLOCK_K=block_k,
         EVEN_K=width_in % block_k == 0,
         IS_GATED=up_weight is not None,
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None,
-        HAS_MASK=mask is not None,
         ACTIVATION=activation,
         ZERO_SKIPPED=zero_skipped,
         num_warps=chosen.num_warps,
@@ -315,8 +307,8 @@ def gemv_k(
     _gemv_k[(triton.cdiv(width, chosen.block_n),)](
         h,
         weight,
-        weight if bias is None else bias,
-        weight if scale is None else scale,
+        bias,
+        scale,
         mask.view(torch.uint8),
         out,
         h.stride(0),
@@ -329,8 +321,6 @@ def gemv_k(
         ROWS=num_rows,
         BLOCK_N=chosen.block_n,
         UNROLL=max(1, min(chosen.block_k // segment, num_segments)),
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None,
         num_warps=chosen.num_warps,
     )
     return out

@@ -23,7 +23,6 @@ def _rms_norm(
     stride_ym,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -31,7 +30,7 @@ def _rms_norm(
     inside = columns < D
     total = tl.load(X + row * stride_xm + columns, mask=inside, other=0.0)
     dtype = OUT.dtype.element_ty
-    if HAS_ADDEND:
+    if ADDEND is not None:
         addend = tl.load(ADDEND + row * stride_ym + columns, mask=inside, other=0.0)
         total = (total.to(tl.float32) + addend.to(tl.float32)).to(dtype)
         tl.store(TOTAL + row * D + columns, total, mask=inside)
@@ -57,7 +56,7 @@ def rms_norm(
     block = triton.next_power_of_2(width)
     _rms_norm[(num_rows,)](
         x,
-        x if addend is None else addend,
+        addend,
         weight,
         total,
         out,
@@ -66,7 +65,6 @@ def rms_norm(
         x.stride(0) if addend is None else addend.stride(0),
         D=width,
         BLOCK_D=block,
-        HAS_ADDEND=addend is not None,
         UNIT_OFFSET=unit_offset,
         num_warps=min(_MAX_WARPS, max(1, block // _ELEMENTS_PER_WARP)),
     )

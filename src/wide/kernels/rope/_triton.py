@@ -72,10 +72,8 @@ def _rope_to_cache(
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
 ):
     token = tl.program_id(0)
     b = (token // T).to(tl.int64)
@@ -105,7 +103,7 @@ def _rope_to_cache(
     k_at = K + b * stride_kb + t * stride_kt + k_heads[:, None] * stride_kh
     v_at = V + b * stride_vb + t * stride_vt + v_heads[:, None] * stride_vh
     row = place
-    if HAS_PLACES:
+    if PLACES is not None:
         row = tl.load(PLACES + token)
     cache_at = b * stride_cb + row * stride_ct
     k_to = K_CACHE + cache_at + k_heads[:, None] * stride_ch
@@ -118,7 +116,7 @@ def _rope_to_cache(
     low += tl.load(k_at + first, mask=is_k, other=0.0).to(tl.float32)
     high = tl.load(q_at + second, mask=is_q, other=0.0).to(tl.float32)
     high += tl.load(k_at + second, mask=is_k, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if Q_NORM is not None:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
         ours = (heads < H_Q)[:, None]
         low = _normed(low * scale, _weight(Q_NORM, K_NORM, first, ours, inside), UNIT_OFFSET, dtype)
@@ -171,12 +169,12 @@ def rope_to_cache(
         cos,
         sin,
         positions,
-        positions if places is None else places,
+        places,
         k_cache,
         v_cache,
-        cos if mask is None else mask.view(torch.uint8),
-        cos if q_norm is None else q_norm,
-        cos if k_norm is None else k_norm,
+        None if mask is None else mask.view(torch.uint8),
+        q_norm,
+        k_norm,
         out,
         eps,
         length,
@@ -193,10 +191,8 @@ def rope_to_cache(
         BLOCK_D=triton.next_power_of_2(head_dim // 2),
         HEADS=heads,
         GROUP=0 if mask is None else num_heads // mask.shape[1],
-        HAS_NORM=q_norm is not None,
         UNIT_OFFSET=unit_offset,
         INTERLEAVED=interleaved,
-        HAS_PLACES=places is not None,
         num_warps=4,
     )
     return out

@@ -91,7 +91,7 @@ def norm_route(
 @triton.jit
 def _decide(
     sums, lanes, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_COUNTS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Store which groups rows execute, by what is in the lanes of their bottleneck; count the pairs and the rows."""
     for g in range(0, NUM_GROUPS, BLOCK_G):
@@ -101,14 +101,14 @@ def _decide(
         difference = tl.load(second, mask=in_groups & (lanes < R)[:, None], other=0.0)
         # Three products of TF32 keep float32's accuracy, on tensor cores.
         margin = tl.dot(sums, difference, input_precision="tf32x3")
-        if HAS_OFFSET:
+        if OFFSET is not None:
             margin += tl.load(OFFSET + groups[None, :], mask=in_groups, other=0.0)
         executes = (margin >= 0.0) & is_real & in_groups
         to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
         tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
-        if HAS_COUNTS:
+        if COUNTS is not None:
             tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
-    if HAS_COUNTS:
+    if COUNTS is not None:
         tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
 
 
@@ -131,14 +131,11 @@ def _route(
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (rows < M)[:, None]
     is_real = in_rows
-    if HAS_PADDING:
+    if PADDING is not None:
         is_real = in_rows & (tl.load(PADDING + rows, mask=rows < M, other=1) == 0)[:, None]
     # Row `place` of the tile is row `place % BLOCK_R` of part `place // BLOCK_R`.
     places = tl.arange(0, PARTS * BLOCK_R)
@@ -157,10 +154,7 @@ def _route(
             weights = tl.load(down + ks[:, None], mask=in_lanes[None, :] & (ks < D)[:, None], other=0.0)
         acc = tl.dot(values, weights, acc, input_precision="ieee")
     # The rows of the second matrix repeat for each part, so that its product also adds the parts up.
-    _decide(
-        acc, lane, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G,
-        HAS_OFFSET, HAS_COUNTS,
-    )  # fmt: skip
+    _decide(acc, lane, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G)
 
 
 @triton.jit
@@ -187,9 +181,6 @@ def _route_split(
     SHARE: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     share = tl.program_id(1)
@@ -222,12 +213,9 @@ def _route_split(
         parts = tl.load(partial + shares * SIZE + inner, mask=known, other=0.0, cache_modifier=".cg")
         total = tl.reshape(tl.sum(parts, 0), [BLOCK_M, BLOCK_R])
         is_real = in_rows
-        if HAS_PADDING:
+        if PADDING is not None:
             is_real = in_rows & (tl.load(PADDING + rows, mask=rows < M, other=1) == 0)[:, None]
-        _decide(
-            total, lanes, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G,
-            HAS_OFFSET, HAS_COUNTS,
-        )  # fmt: skip
+        _decide(total, lanes, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G)
         tl.store(COUNTER + tile, 0)
 
 
@@ -259,13 +247,8 @@ def _route_few(
     SHARE: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     READS_RESIDUAL: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_PADDING: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
 ):
     share = tl.program_id(0)
     row = tl.program_id(1)
@@ -284,14 +267,14 @@ def _route_few(
     second = DIFFERENCE + groups[:, None] * R + lanes[None, :]
     difference = tl.load(second, mask=(groups < NUM_GROUPS)[:, None] & in_lanes[None, :], other=0.0)
     values = tl.load(X + wide_row * stride_xm + own, mask=in_own, other=0.0).to(tl.float32)
-    if HAS_ADDEND:
+    if ADDEND is not None:
         added = tl.load(ADDEND + wide_row * stride_ym + own, mask=in_own, other=0.0).to(tl.float32)
         values = (values + added).to(dtype).to(tl.float32)
     total = values
-    if HAS_NORM:
+    if WEIGHT is not None:
         columns = tl.arange(0, BLOCK_D)
         whole = tl.load(X + wide_row * stride_xm + columns, mask=columns < D, other=0.0).to(tl.float32)
-        if HAS_ADDEND:
+        if ADDEND is not None:
             more = tl.load(ADDEND + wide_row * stride_ym + columns, mask=columns < D, other=0.0).to(tl.float32)
             whole = (whole + more).to(dtype).to(tl.float32)
         weight = tl.load(WEIGHT + own, mask=in_own, other=0.0).to(tl.float32)
@@ -303,7 +286,7 @@ def _route_few(
         tl.store(NORMED + wide_row * D + own, normed, mask=in_own)
         if not READS_RESIDUAL:
             values = normed.to(tl.float32)
-    if HAS_ADDEND:
+    if ADDEND is not None:
         # Not earlier: no load moves before a store.
         tl.store(TOTAL + wide_row * D + own, total.to(dtype), mask=in_own)
     partial = PARTIAL + row * NUM_SHARES * BLOCK_R
@@ -318,20 +301,20 @@ def _route_few(
         parts = tl.load(at, mask=(shares < NUM_SHARES)[:, None], other=0.0, cache_modifier=".cg")
         bottleneck = tl.sum(parts, 0)
         is_real = row >= 0
-        if HAS_PADDING:
+        if PADDING is not None:
             is_real = tl.load(PADDING + row) == 0
         for g in tl.static_range(0, NUM_GROUPS, BLOCK_G):
             in_groups = g + groups < NUM_GROUPS
             if g > 0:
                 difference = tl.load(second + g * R, mask=in_groups[:, None] & in_lanes[None, :], other=0.0)
             margin = tl.sum(difference * bottleneck[None, :], 1)
-            if HAS_OFFSET:
+            if OFFSET is not None:
                 margin += tl.load(OFFSET + g + groups, mask=in_groups, other=0.0)
             executes = (margin >= 0.0) & is_real & in_groups
             tl.store(MASK + wide_row * NUM_GROUPS + g + groups, executes.to(tl.uint8), mask=in_groups)
-            if HAS_COUNTS:
+            if COUNTS is not None:
                 tl.atomic_add(COUNTS, tl.sum(executes.to(tl.int32), 0))
-        if HAS_COUNTS:
+        if COUNTS is not None:
             tl.atomic_add(COUNTS + 1, is_real.to(tl.int32))
         tl.store(COUNTER + row, 0)
 
@@ -345,7 +328,7 @@ def route_many(
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `route_reference` in one kernel, with many rows a program."""
-    down, difference, offset, counter = weights
+    down, difference, offset, _ = weights
     num_rows, width = x.shape
     num_groups, rank = difference.shape
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
@@ -353,10 +336,10 @@ def route_many(
         x,
         down,
         difference,
-        difference if offset is None else offset,
+        offset,
         mask.view(torch.uint8),
-        mask if padding is None else padding.view(torch.uint8),
-        counter if counts is None else counts,
+        None if padding is None else padding.view(torch.uint8),
+        counts,
         num_rows,
         x.stride(0),
         D=width,
@@ -367,9 +350,6 @@ def route_many(
         BLOCK_G=min(tile.block_g, max(16, triton.next_power_of_2(num_groups))),
         BLOCK_M=tile.block_m,
         BLOCK_K=tile.block_k,
-        HAS_OFFSET=offset is not None,
-        HAS_PADDING=padding is not None,
-        HAS_COUNTS=counts is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -398,12 +378,12 @@ def route_split(
         x,
         down,
         difference,
-        difference if offset is None else offset,
+        offset,
         partial,
         counter,
         mask.view(torch.uint8),
-        mask if padding is None else padding.view(torch.uint8),
-        counter if counts is None else counts,
+        None if padding is None else padding.view(torch.uint8),
+        counts,
         num_rows,
         x.stride(0),
         D=width,
@@ -417,9 +397,6 @@ def route_split(
         SHARE=share,
         NUM_SHARES=num_shares,
         BLOCK_S=triton.next_power_of_2(num_shares),
-        HAS_OFFSET=offset is not None,
-        HAS_PADDING=padding is not None,
-        HAS_COUNTS=counts is not None,
         num_warps=min(16, max(4, block_r // 8)),
     )
     return mask
@@ -449,18 +426,18 @@ def _few(
     normed = x.new_empty((num_rows, width) if weight is not None else 0)
     _route_few[(num_shares, num_rows)](
         x,
-        x if addend is None else addend,
-        x if weight is None else weight,
+        addend,
+        weight,
         total,
         normed,
         down,
         difference,
-        difference if offset is None else offset,
+        offset,
         partial,
         counter,
         mask.view(torch.uint8),
-        mask if padding is None else padding.view(torch.uint8),
-        counter if counts is None else counts,
+        None if padding is None else padding.view(torch.uint8),
+        counts,
         eps,
         x.stride(0),
         x.stride(0) if addend is None else addend.stride(0),
@@ -475,13 +452,8 @@ def _few(
         SHARE=_FEW_BLOCK,
         NUM_SHARES=num_shares,
         BLOCK_S=triton.next_power_of_2(num_shares),
-        HAS_NORM=weight is not None,
-        HAS_ADDEND=addend is not None,
         UNIT_OFFSET=unit_offset,
         READS_RESIDUAL=reads_residual,
-        HAS_OFFSET=offset is not None,
-        HAS_PADDING=padding is not None,
-        HAS_COUNTS=counts is not None,
         num_warps=4 if block_r <= 64 else 8,
     )
     return total, normed, mask
