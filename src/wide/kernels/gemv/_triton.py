@@ -15,7 +15,6 @@ import triton.language as tl
 
 from wide.kernels.device import DeviceFacts, device_facts, elementwise_obstacle, halves_only
 from wide.kernels.dispatch import listed
-from wide.kernels.gemm_mn._triton import activated
 from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS
 
 # Channels that the K-axis kernel treats as one piece of a group.
@@ -64,6 +63,19 @@ def default_k_tile(facts: DeviceFacts, *, is_long: bool) -> GemvTile:
     if facts.capability == 0:
         return GemvTile(block_n=8, block_k=64, num_warps=4)
     return GemvTile(block_n=2, block_k=1024, num_warps=1) if is_long else GemvTile(block_n=4, block_k=1024, num_warps=2)
+
+
+@triton.jit
+def _activate(values, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        values = values / (1.0 + tl.exp(-values))
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (values + 0.044715 * values * values * values)
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        values = values / (1.0 + tl.exp(-inner))
+    if ACTIVATION == "relu2":
+        values = tl.maximum(values, 0.0) * tl.maximum(values, 0.0)
+    return values
 
 
 @triton.jit
@@ -133,7 +145,7 @@ def _gemv_mn(
             up_acc *= tl.load(UP_SCALE + channels)[:, None]
     if BIAS is not None:
         acc += tl.load(BIAS + channels).to(tl.float32)[:, None]
-    acc = activated(acc, ACTIVATION)
+    acc = _activate(acc, ACTIVATION)
     if IS_GATED:
         if BIAS is not None:
             up_acc += tl.load(UP_BIAS + channels).to(tl.float32)[:, None]
