@@ -296,8 +296,11 @@ def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder
     printed = capsys.readouterr().out
     found = json.loads(printed[: printed.rindex("}") + 1])
     assert found == json.loads((tmp_path / "e" / "evaluation.json").read_text())
-    devices = {record.device for record in read_records(tmp_path / "e" / "records.jsonl")[0]}
-    assert devices == {f"cpu, {torch.get_num_threads()} threads"}
+    records = read_records(tmp_path / "e" / "records.jsonl")[0]
+    assert {record.device for record in records} == {f"cpu, {torch.get_num_threads()} threads"}
+    assert main(["report", str(tmp_path / "e")]) == 0
+    # Which tokens execute is drawn of whatever text is scored.
+    assert (tmp_path / "e" / "figures" / "tokens.svg").is_file()
     run = Selection(*read_records(finished / "records.jsonl"))
     assert found["model"]["perplexity"]["perplexity"] == pytest.approx(run.number("stage 1+2", "token_perplexity"))
     assert found["dense"]["perplexity"]["perplexity"] == pytest.approx(run.number("dense", "token_perplexity"))

@@ -12,6 +12,7 @@ from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTask
 
 if TYPE_CHECKING:
     from wide.evaluation.report import EvaluationReport
+    from wide.records import Record
     from wide.runs.folder import RunFolder
 
 
@@ -72,17 +73,17 @@ def run(given: Sequence[str]) -> None:
     options.require_found()
     scoring.require_found()
     folder = None if tasks.output is None else flags.folder(values)
-    report, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
+    report, records, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
     if folder is not None and is_main_process():
         with folder:
             folder.claim()
-            _write(folder, report, device)
+            _write(folder, report, records, device)
 
 
 def _evaluate(
     options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
-) -> "tuple[EvaluationReport, str]":
+) -> "tuple[EvaluationReport, list[Record], str]":
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.tasks import check_tasks
@@ -90,6 +91,7 @@ def _evaluate(
     from wide.models.attach import attachment, detach, is_attached
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
+    from wide.runs.measuring import routing_of
     from wide.runs.sources import attach_adapter, check_window, find_adapter, held_out_documents, load_base
 
     check_tasks(tasks.names, tasks.local_data)
@@ -114,17 +116,20 @@ def _evaluate(
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:
-        return dense, device_name(model)
+        return dense, [], device_name(model)
     attach_adapter(model, options)
     if fused and attachment(model).lora is not None:
         merge_lora(model)
     report = replace(
         evaluate(model, documents, fused=fused, weights=tasks.weights, **settings), data=name, dense=dense.model
     )
-    return report, device_name(model)
+    routing: list[Record] = []
+    if tasks.output is not None and documents is not None and attachment(model).routers():
+        routing += routing_of(model, tokenizer, documents, str(name), scoring, "pruned")
+    return report, routing, device_name(model)
 
 
-def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> None:
+def _write(folder: "RunFolder", report: "EvaluationReport", routing: "list[Record]", device: str) -> None:
     from wide.records import Record
     from wide.runs.measuring import evaluation_records
 
@@ -138,4 +143,5 @@ def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> None
     for metric, value in (("routing.flip_rate", report.flip_rate), ("accuracy.retention", report.retention)):
         if value is not None:
             file.append([Record(subject="pruned", metric=metric, value=value, unit="share")])
+    file.append(routing)
     say(f"written to {folder.path}")

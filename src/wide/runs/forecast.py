@@ -22,7 +22,8 @@ from wide.models.observe import forward_without_head, judging, now
 from wide.models.pretrained import device_name
 from wide.models.thresholds import DEFAULT_POINTS
 from wide.plan import Plan
-from wide.runs.materials import ROUTING_TOKENS, Materials
+from wide.runs.materials import Materials
+from wide.runs.measuring import ROUTING_TOKENS
 from wide.runs.process import num_processes, say
 from wide.runs.settings import PruneRequest, RunRequest
 from wide.training.channel_groups import cluster_channels

@@ -16,16 +16,13 @@ from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.report import EvaluationReport
-from wide.evaluation.routing_stats import routing_records, routing_stats
 from wide.models.attach import detach, is_attached
 from wide.models.pretrained import device_name
 from wide.records import Content, Record, Subject
-from wide.runs.measuring import evaluation_records
+from wide.runs.measuring import evaluation_records, routing_of
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
 from wide.runs.sources import check_window, held_out_documents, load_base
-
-ROUTING_TOKENS = 8192
 
 
 class Materials:
@@ -141,13 +138,4 @@ class Materials:
 
     def measure_routing(self, subject: str, *, blocks: int | None = None) -> Iterator[Record]:
         """Return the records of how the attached model routes the beginning of the held-out text."""
-        documents, name = self.held_out
-        found = routing_stats(
-            self.model,
-            [document.text for document in documents or []],
-            tokenizer=self.tokenizer,
-            sequence_length=self._scoring.window,
-            batch_size=self._scoring.batch_size,
-            max_blocks=blocks or max(1, ROUTING_TOKENS // self._scoring.window),
-        )
-        return routing_records(subject, found, name, self.tokenizer)
+        return routing_of(self.model, self.tokenizer, *self.held_out, self._scoring, subject, blocks=blocks)

@@ -1,15 +1,19 @@
 """What a run measured, as records: the course of training, quality and sparsity."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wide.data.documents import Document
 from wide.evaluation.report import Scores
+from wide.evaluation.routing_stats import routing_records, routing_stats
 from wide.evaluation.tasks import PER_WORD
 from wide.models.cost import Sparsity
 from wide.records import Record, Subject, read_records
+from wide.runs.settings import EvalOptions
 
+ROUTING_TOKENS = 8192
 _SHARES = (
     "attention",
     "ffn",
@@ -51,6 +55,28 @@ def evaluation_records(subject: Subject, scores: Scores, sparsity: Sparsity | No
     for name, value in (("average", scores.tasks.average), ("average.stderr", scores.tasks.average_stderr)):
         if value is not None:
             yield Record(subject=subject, metric=f"accuracy.{name}", value=value, unit="share", where="tasks")
+
+
+def routing_of(
+    model: Any,
+    tokenizer: Any,
+    documents: Sequence[Document] | None,
+    name: str,
+    scoring: EvalOptions,
+    subject: str,
+    *,
+    blocks: int | None = None,
+) -> Iterator[Record]:
+    """Return the records of how an attached model routes the beginning of a text, of which `name` says what it is."""
+    found = routing_stats(
+        model,
+        [document.text for document in documents or []],
+        tokenizer=tokenizer,
+        sequence_length=scoring.window,
+        batch_size=scoring.batch_size,
+        max_blocks=blocks or max(1, ROUTING_TOKENS // scoring.window),
+    )
+    return routing_records(subject, found, name, tokenizer)
 
 
 def sparsity_records(subject: Subject, sparsity: Sparsity, where: str) -> Iterator[Record]:
