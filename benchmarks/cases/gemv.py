@@ -51,7 +51,9 @@ def _build_k(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _shape(case: Case) -> GemvShape:
-    return GemvShape(case.dtype, case.sizes.get("width_in") or case.sizes["group_size"])
+    size, int8 = case.sizes["group_size"], case.options.get("weights") == "int8"
+    width_in, width_out = case.sizes.get("width_in"), case.sizes.get("width_out")
+    return GemvShape(case.dtype, width_in or size, width_out or size, int8)
 
 
 def _compare_mn(arguments: Mapping[str, Any], got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -69,6 +71,20 @@ def _case(num_rows: int, groups: tuple[int, int], active: float, **more: Any) ->
 
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}
 
+# Of the kernel in CUDA C++.
+_INT8_MN = (
+    _case(1, (3, 16), 0.5, width_in=192, weights="int8"),
+    _case(4, (3, 48), 0.4, width_in=704, is_gated=True, activation="silu", zero_skipped=True, weights="int8"),
+    _case(3, (4, 16), 0.5, width_in=2624, activation="gelu_tanh", has_bias=True, weights="int8", dtype=torch.bfloat16),
+    _case(2, (2, 32), 0.6, width_in=64, is_gated=True, activation="relu2", has_bias=True, weights="int8"),
+)
+_INT8_K = (
+    _case(1, (9, 128), 0.5, width_out=48, has_bias=True, weights="int8"),
+    _case(4, (40, 64), 0.4, width_out=32, weights="int8", dtype=torch.bfloat16),
+    _case(3, (300, 64), 0.3, width_out=16, weights="int8"),
+    _case(2, (3, 192), 0.0, width_out=16, weights="int8"),
+)
+
 GEMV_MN = Operator(
     name="gemv_mn",
     call=gemv_mn,
@@ -85,6 +101,7 @@ GEMV_MN = Operator(
         _case(1, (5, 32), 0.5, width_in=100, has_bias=True, weights="int8"),
         _case(3, (3, 16), 0.5, width_in=192, is_gated=True, activation="silu", has_bias=True, weights="int8"),
         _case(4, (6, 12), 0.3, width_in=64, is_gated=True, activation="silu", zero_skipped=True, weights="int8"),
+        *_INT8_MN,
     ),
     build=_build_mn,
     compare=_compare_mn,
@@ -106,6 +123,7 @@ GEMV_K = Operator(
         _case(1, (7, 32), 0.5, width_out=33, has_bias=True, weights="int8"),
         _case(3, (6, 16), 0.5, width_out=24, weights="int8"),
         _case(4, (3, 24), 0.0, width_out=9, weights="int8"),
+        *_INT8_K,
     ),
     build=_build_k,
     compare=compare_all,

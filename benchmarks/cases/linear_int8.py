@@ -68,7 +68,8 @@ def _compare_rows(arguments: Mapping[str, Any], got: Any, wanted: Any) -> float:
 
 
 def _shape(case: Case) -> Int8Shape:
-    return Int8Shape(torch.int8 if case.options.get("int8") else case.dtype, *named(case, "width", "depth"))
+    rows, width, depth = named(case, "num_rows", "width", "depth")
+    return Int8Shape(rows, torch.int8 if case.options.get("int8") else case.dtype, width, depth)
 
 
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-5}

@@ -14,8 +14,9 @@ from wide.errors import UnsupportedBackendError
 from wide.kernels.gemm_k import _cuda as gemm_k_cuda
 from wide.kernels.gemm_mn import _cuda as gemm_mn_cuda
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
+from wide.kernels.gemv import _cuda as gemv_cuda
 from wide.kernels.native import build
-from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, product_code
+from wide.kernels.native.build import PRODUCT_BYTES, PRODUCT_THREADS, cubin, product_code
 from wide.kernels.reorder import _cuda as reorder_rows_cuda
 
 # Largest shared memory of one block in bytes, and registers of a multiprocessor.
@@ -141,6 +142,25 @@ def test_the_product_over_input_groups_fits_and_waits_once_a_step(
     assert len(re.findall(r"UTMALDG\.2D", code)) == 1
     assert "LDGSTS" in code
     assert not re.findall(r"MEMBAR\.\w+\.GPU", code)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "target", [90, *(pytest.param(each, marks=SLOW) for each in (80, 89, 100, 120))], ids=lambda each: f"sm_{each}"
+)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_products_of_few_rows_convert_by_bits_and_spill_nothing(rows: int, target: int, kept: Path) -> None:
+    for chosen in ({"SUMS": 1, "HAS_MASK": 1, "GROUP": 128}, {"GATED": 1, "ACTIVATION": 1, "HAS_MASK": 1}):
+        macros = gemv_cuda.macros(rows, float16=rows > 8, **chosen)
+        code, usage = described(cubin(gemv_cuda.SOURCE, kept, architecture=f"sm_{target}", macros=macros))
+        used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+        assert used["STACK"] == used["LOCAL"] == 0
+        # Three blocks share a multiprocessor, or two of many rows.
+        assert used["REG"] * 256 * (2 if rows > 8 else 3) <= REGISTERS
+        assert "HMMA.16816" in code
+        # A conversion instruction takes as long as eight others.
+        assert not re.findall(r"I2F\.S(8|16)", code)
+        assert len(re.findall(r"LDG\.E\.NA[\w.]*\.128", code)) == 8
 
 
 @needs_compiler

@@ -126,7 +126,8 @@ def backends_and_shape(
         return PREFILL_BACKENDS, PrefillShape(dtype, sizes.head_dim, heads)
     if rows <= MAX_ROWS:
         is_sum = name in SUMS
-        shape = GemvShape(dtype, size if is_sum else sizes.hidden_size)
+        inner, outer = (size, sizes.hidden_size) if is_sum else (sizes.hidden_size, size)
+        shape = GemvShape(dtype, inner, outer, sizes.weights != "model")
         return GEMV_K_BACKENDS if is_sum else GEMV_MN_BACKENDS, shape
     dtype = torch.int8 if sizes.int8_rows(name) else dtype
     if name not in SUMS:

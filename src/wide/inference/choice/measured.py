@@ -146,7 +146,7 @@ def _missing(name: OperatorName, sizes: LayerSizes, rows: int, choice: Choice, d
         return None
     one_sort = choice.groups_per_block > PATTERN_GROUPS
     backends, shape = backends_and_shape(name, sizes, rows, one_sort=one_sort)
-    return backends.missing(choice.backend, device, shape.dtype)
+    return backends.obstacle(choice.backend, device, shape)
 
 
 def _ranked(name: OperatorName, sizes: LayerSizes, found: Choice) -> Iterator[Choice]:

@@ -80,7 +80,7 @@ class LinearWeights(NamedTuple):
             return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
         if x.shape[0] <= MAX_INT8_ROWS:
             return linear_int8(rotated(x, self.rotation), self.weight, self.scale, self.bias, backend=backend)
-        if INT8_BACKENDS.obstacle("cuda", self.weight.device, Int8Shape(torch.int8, *self.weight.shape)) is None:
+        if INT8_BACKENDS.obstacle("cuda", x.device, Int8Shape(x.shape[0], torch.int8, *self.weight.shape)) is None:
             backend = "cuda"
         values, scales = self.in_int8(x, mask)
         return linear_int8(values, self.weight, self.scale, self.bias, **scales, backend=backend)

@@ -18,11 +18,16 @@ class GemvShape(NamedTuple):
     """What a backend may refuse.
 
     Args:
+        dtype: Of the rows.
         size: Input channels of a group, or all where groups lie along the output.
+        width: Output channels of a group, or all where groups lie along the input.
+        int8: Whether weights are int8.
     """
 
     dtype: torch.dtype
     size: int
+    width: int
+    int8: bool = False
 
 
 MN_BACKENDS = Backends("gemv_mn", __package__)
@@ -79,7 +84,8 @@ def gemv_mn(
     options["zero_skipped"] = zero_skipped
     if scale is not None:
         options |= {"scale": scale, "up_scale": up_scale}
-    return MN_BACKENDS.run(backend, x.device, GemvShape(x.dtype, x.shape[1]), x, weight, mask, tile=tile, **options)
+    shape = GemvShape(x.dtype, x.shape[1], weight.shape[0] // (1 if mask is None else mask.shape[1]), scale is not None)
+    return MN_BACKENDS.run(backend, x.device, shape, x, weight, mask, tile=tile, **options)
 
 
 @operator(lambda h, weight: h.new_empty((h.shape[0], weight.shape[0])))
@@ -110,7 +116,7 @@ def gemv_k(
     width = weight.shape[0]
     _check_weight("gemv_k", "weight", weight, (width, h.shape[1]), h.dtype, scale)
     check_tensor("gemv_k", "bias", bias, h.dtype, (width,))
-    shape = GemvShape(h.dtype, h.shape[1] // mask.shape[1])
+    shape = GemvShape(h.dtype, h.shape[1] // mask.shape[1], width, scale is not None)
     options = {} if scale is None else {"scale": scale}
     return K_BACKENDS.run(backend, h.device, shape, h, weight, mask, bias=bias, tile=tile, **options)
 

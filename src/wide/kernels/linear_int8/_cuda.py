@@ -1,32 +1,44 @@
-"""Dense products of int8 rows and weights on Hopper: the kernel of GEMM-MN with nothing skipped."""
+"""Dense products with int8 weights in CUDA C++, of few rows as of a step, and on Hopper of int8 rows."""
 
 import torch
 
 from wide.kernels.device import cuda_obstacle, hopper_step
 from wide.kernels.gemm_mn._cuda import CLUSTER_TILE, multiply
+from wide.kernels.gemv import _cuda as gemv
+from wide.kernels.gemv.op import GemvShape
 from wide.kernels.linear_int8.op import BACKENDS, Int8Shape
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    return cuda_obstacle(device, dtype) if dtype == torch.int8 else gemv.obstacle(device, dtype)
 
 
 def supports(shape: Int8Shape) -> str | None:
     """Return why no device runs a shape, or None."""
+    if shape.dtype != torch.int8:
+        if shape.rows > gemv.MAX_ROWS:
+            return f"the kernel in CUDA C++ takes up to {gemv.MAX_ROWS} rows that are not int8, got {shape.rows}"
+        return gemv.supports(GemvShape(shape.dtype, shape.depth, shape.width, int8=True))
     step = hopper_step(torch.int8)
-    if shape.dtype == torch.int8 and shape.width % CLUSTER_TILE[1] == 0 and step and shape.depth % step == 0:
+    if shape.width % CLUSTER_TILE[1] == 0 and step and shape.depth % step == 0:
         return None
     return (
-        f"the kernel in CUDA C++ wants int8 rows, N a multiple of {CLUSTER_TILE[1]} and K of {step}; got "
-        f"{shape.dtype}, N={shape.width}, K={shape.depth}"
+        f"the kernel in CUDA C++ wants N a multiple of {CLUSTER_TILE[1]} and K of {step} for int8 rows; got "
+        f"N={shape.width}, K={shape.depth}"
     )
 
 
-@BACKENDS.register("cuda", needs=cuda_obstacle, supports=supports)
+@BACKENDS.register("cuda", needs=_obstacle, supports=supports)
 def linear_int8(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     *,
     bias: torch.Tensor | None,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Run `linear_int8_reference`."""
+    if x_scale is None:
+        return gemv.gemv_mn(x, weight, None, bias=bias, scale=scale)
     return multiply(x, weight, None, bias=bias, x_scale=x_scale, scale=scale, dtype=dtype)

@@ -23,11 +23,13 @@ class Int8Shape(NamedTuple):
     """What a backend may refuse.
 
     Args:
+        rows: M.
         dtype: Of the rows; int8 where they are quantised.
         width: N.
         depth: K.
     """
 
+    rows: int
     dtype: torch.dtype
     width: int
     depth: int
@@ -78,7 +80,7 @@ def linear_int8(
     options = int8_options("linear_int8", x, weight, x_scale, scale if x.dtype == torch.int8 else None, dtype)
     options.pop("scale", None)
     return BACKENDS.run(
-        backend, x.device, Int8Shape(x.dtype, width, x.shape[1]), x, weight, scale, bias=bias, **options
+        backend, x.device, Int8Shape(x.shape[0], x.dtype, width, x.shape[1]), x, weight, scale, bias=bias, **options
     )
 
 

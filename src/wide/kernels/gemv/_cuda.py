@@ -1,0 +1,123 @@
+"""Decode GEMMs with int8 weights in CUDA C++ (gemv_int8.cu), for sm_80 and newer: tensor cores, for up to 16 rows."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wide.kernels.device import HALF, ampere_obstacle, device_facts
+from wide.kernels.dispatch import require
+from wide.kernels.gemm_mn.reference import ACTIVATIONS
+from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape
+from wide.kernels.native.build import cache_folder, cubin
+from wide.kernels.native.build import obstacle as native_obstacle
+from wide.kernels.native.launch import Kernel, misaligned
+
+SOURCE = Path(__file__).with_name("gemv_int8.cu")
+MAX_ROWS = 16
+CHANNELS, PIECE = 16, 64
+"""Outputs of a block, and inputs that a warp multiplies at a time, as in the source."""
+_THREADS, _MAX_GROUPS = 256, 1024
+
+
+def obstacle(device: torch.device, _: torch.dtype) -> str | None:
+    """Return why the kernel cannot run on `device`, or None if it can."""
+    return ampere_obstacle(device) or native_obstacle()
+
+
+def supports(shape: GemvShape) -> str | None:
+    """Return why no device runs a shape, or None."""
+    if shape.int8 and shape.dtype in HALF and shape.size % PIECE == 0 and shape.width % CHANNELS == 0:
+        return None
+    return (
+        f"the kernel in CUDA C++ wants int8 weights, rows in half precision, inputs in groups of a multiple of {PIECE} "
+        f"and outputs of {CHANNELS}; got {'int8' if shape.int8 else shape.dtype}, {shape.size} and {shape.width}"
+    )
+
+
+def macros(num_rows: int, *, float16: bool, **chosen: int) -> dict[str, int]:
+    """Return what is compiled in; what is not named is 0."""
+    names = ("SUMS", "GATED", "ACTIVATION", "HAS_MASK", "ZERO_SKIPPED", "HAS_BIAS", "HAS_UP_BIAS")
+    return dict.fromkeys(names, 0) | {"GROUP": PIECE, "FLOAT16": int(float16), "WIDE": int(num_rows > 8)} | chosen
+
+
+@functools.cache
+def _kernel(capability: int, variant: tuple[tuple[str, int], ...]) -> Kernel:
+    code = cubin(SOURCE, cache_folder() / "kernels", architecture=f"sm_{capability}", macros=dict(variant))
+    return Kernel(code, SOURCE.stem, threads=_THREADS, shared_bytes=0, instead="triton")
+
+
+@MN_BACKENDS.register("cuda", needs=obstacle, supports=supports)
+def gemv_mn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    up_weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "none",
+    zero_skipped: bool = False,
+    scale: torch.Tensor,
+    up_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run `gemv_mn_reference` of up to 16 rows."""
+    given: dict[str, Any] = {"up_weight": up_weight, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
+    chosen = {"GATED": up_weight is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
+    return _run(x, weight, mask, scale, zero_skipped=zero_skipped and mask is not None, **given, **chosen)
+
+
+@K_BACKENDS.register("cuda", needs=obstacle, supports=supports)
+def gemv_k(
+    h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None, scale: torch.Tensor
+) -> torch.Tensor:
+    """Run `gemv_k_reference` of up to 16 rows."""
+    if mask.shape[1] > _MAX_GROUPS:
+        require(f"the kernel in CUDA C++ takes up to {_MAX_GROUPS} groups, got {mask.shape[1]}")
+    return _run(h, weight, mask, scale, bias=bias, SUMS=1, GROUP=h.shape[1] // mask.shape[1])
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: torch.Tensor,
+    *,
+    up_weight: torch.Tensor | None = None,
+    up_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    zero_skipped: bool = False,
+    **chosen: int,
+) -> torch.Tensor:
+    require(misaligned({"x": x}, (bias, up_bias)) or misaligned({"weight": weight, "up_weight": up_weight}, ()))
+    num_rows, depth = x.shape
+    width = weight.shape[0]
+    out = x.new_empty(num_rows, width)
+    flags = {"HAS_MASK": mask, "HAS_BIAS": bias, "HAS_UP_BIAS": up_bias}
+    chosen |= {name: int(value is not None) for name, value in flags.items()} | {"ZERO_SKIPPED": int(zero_skipped)}
+    variant = macros(num_rows, float16=x.dtype == torch.float16, **{key: int(value) for key, value in chosen.items()})
+    kernel = _kernel(device_facts(x.device).capability, tuple(sorted(variant.items())))
+    up = weight if up_weight is None else up_weight
+    kernel(
+        x.device,
+        width // CHANNELS,
+        x,
+        weight,
+        up,
+        *(out if each is None else each for each in (bias, up_bias)),
+        scale,
+        scale if up_scale is None else up_scale,
+        out if mask is None else mask,
+        out,
+        num_rows,
+        width,
+        depth,
+        x.stride(0),
+        weight.stride(0),
+        up.stride(0),
+        0 if mask is None else mask.stride(0),
+        1 if mask is None else mask.shape[1],
+    )
+    return out

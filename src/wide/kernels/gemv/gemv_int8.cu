@@ -1,0 +1,217 @@
+// Products of one to 16 rows with int8 weights, for sm_80 and newer: weights go from memory to registers, and tensor cores add up.
+//
+// A block owns 16 channels (of gate and up 16 each) and its warps share out the inputs, 64 at a time. Of such a piece a lane reads 16
+// bytes of two weight rows, and turns them into halves; which inputs a product takes together does not matter, so the rows are read in
+// the same order, and nothing moves between lanes. A conversion instruction would take four times as long as the two or three here.
+//
+// Compiled for each combination of: SUMS (groups lie along the inputs, else along the channels, or there are none); GATED; ACTIVATION 0
+// none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_MASK, ZERO_SKIPPED, HAS_BIAS, HAS_UP_BIAS; FLOAT16 (else bfloat16); GROUP (channels of a group,
+// where groups lie along the inputs); WIDE (9 to 16 rows). Parameters are described at `gemv_mn` and `gemv_k` in op.py.
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS, CHANNELS = 16;
+constexpr int PIECE = 64;                       // inputs that a warp multiplies at a time
+constexpr int PARTS = GATED ? 2 : 1;            // weight matrices
+constexpr int AHEAD = GATED ? 2 : 4;            // pieces whose weights are under way
+constexpr int TILES = WIDE ? 2 : 1;             // of eight rows
+constexpr int MAX_GROUPS = 1024;
+
+#ifndef EMULATED
+struct Words {
+  u32 of[4];
+};
+#if FLOAT16
+#define HALF "f16"
+#else
+#define HALF "bf16"
+#endif
+// Read once: weights shall not displace the rows in the first-level cache.
+__device__ __forceinline__ Words load_weights(const signed char* p) {
+  Words v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.of[0]), "=r"(v.of[1]), "=r"(v.of[2]), "=r"(v.of[3]) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ Words load_row(const u16* p) {
+  Words v;
+  asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.of[0]), "=r"(v.of[1]), "=r"(v.of[2]), "=r"(v.of[3]) : "l"(p));
+  return v;
+}
+// 16 channels times 8 rows, over 16 inputs.
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// x + y of two halves each.
+__device__ __forceinline__ u32 added(u32 x, u32 y) {
+  u32 sum;
+#if FLOAT16
+  asm("add.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(0x3F803F80u), "r"(y));
+#endif
+  return sum;
+}
+__device__ __forceinline__ float as_float(u16 bits) {
+#if FLOAT16
+  float v;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+  return v;
+#else
+  return __uint_as_float((u32)bits << 16);
+#endif
+}
+__device__ __forceinline__ u16 as_half(float v) {
+  u16 bits;
+  asm("cvt.rn." HALF ".f32 %0, %1;" : "=h"(bits) : "f"(v));
+  return bits;
+}
+__device__ __forceinline__ float exponential(float v) { return __expf(v); }
+#endif
+
+// Two of four int8 values as halves: exact. SELECT picks them.
+template <u32 SELECT> __device__ __forceinline__ u32 converted(u32 word) {
+#if FLOAT16
+  // 1024 + 128 + value, whose last eight bits are the value's with the sign turned over.
+  return added(__byte_perm(word ^ 0x80808080u, 0x64646464u, SELECT), 0xE480E480u);
+#else
+  // 128 + value for values from 0 on, and 256 + 2 (value + 128) below, where the last bit of the exponent is the sign: what is taken
+  // away is 128 or 256, and without that bit the first part is 128 + the seven others.
+  const u32 both = __byte_perm(word, 0x43434343u, SELECT);
+  return added(both & 0xFF7FFF7Fu, (both & 0xFF80FF80u) ^ 0x80008000u);
+#endif
+}
+__device__ __forceinline__ float activate(float v) {
+#if ACTIVATION == 1
+  return v / (1.0f + exponential(-v));
+#elif ACTIVATION == 2
+  // 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+  return v / (1.0f + exponential(-1.5957691216057308f * (v + 0.044715f * v * v * v)));
+#elif ACTIVATION == 3
+  v = v < 0.0f ? 0.0f : v;  // a NaN stays one
+  return v * v;
+#else
+  return v;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 3)
+gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, const signed char* __restrict__ up_weight, const u16* __restrict__ bias,
+          const u16* __restrict__ up_bias, const float* __restrict__ scale, const float* __restrict__ up_scale, const u8* __restrict__ mask, u16* __restrict__ out,
+          int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {
+  __shared__ float sums[WARPS][PARTS * TILES][4][32];
+  __shared__ u16 list[SUMS ? MAX_GROUPS : 1];
+  __shared__ u32 votes[WARPS];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int first = blockIdx.x * CHANNELS;
+  int pieces = K / PIECE;
+  if (SUMS) {
+    // The groups that some row executes, in order.
+    int count = 0;
+    for (int start = 0; start < groups; start += THREADS) {
+      const int group = start + thread;
+      bool executes = false;
+      for (int row = 0; row < M; ++row) executes |= group < groups && mask[row * stride_mask + group];
+      const u32 vote = __ballot_sync(0xffffffff, executes);
+      if (lane == 0) votes[warp] = vote;
+      __syncthreads();
+      int place = count + __popc(vote & ((1u << lane) - 1));
+      for (int w = 0; w < WARPS; ++w) {
+        const int found = __popc(votes[w]);
+        place += w < warp ? found : 0;
+        count += found;
+      }
+      if (executes) list[place] = (u16)group;
+      __syncthreads();
+    }
+    pieces = count * (GROUP / PIECE);
+  } else if (HAS_MASK) {
+    const int group = first / (N / groups);
+    bool executes = false;
+    for (int row = 0; row < M; ++row) executes |= mask[row * stride_mask + group] != 0;
+    if (!executes) {
+      if (ZERO_SKIPPED)
+        for (int i = thread; i < CHANNELS * M; i += THREADS) out[(i / CHANNELS) * N + first + i % CHANNELS] = 0;
+      return;
+    }
+  }
+  // Fragments of products: lane / 4 is a channel (and 8 more) and a row, lane % 4 where the inputs of a piece begin.
+  const int inner = lane >> 2, begin = (lane & 3) * 16;
+  const signed char* from[PARTS];
+  from[0] = weight + (long long)(first + inner) * stride_w + begin;
+  if (GATED) from[PARTS - 1] = up_weight + (long long)(first + inner) * stride_up + begin;
+  const int down[2] = {8 * stride_w, 8 * stride_up};
+  float total[PARTS * TILES][4] = {};
+#pragma unroll 1
+  for (int start = warp; start < pieces; start += WARPS * AHEAD) {
+    Words weights[AHEAD][PARTS][2];
+    int at[AHEAD], group[AHEAD];
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      // Beyond the last piece it is read again, and multiplied by zeros.
+      const int piece = min(start + a * WARPS, pieces - 1);
+      group[a] = SUMS ? list[piece / (GROUP / PIECE)] : 0;
+      at[a] = SUMS ? group[a] * GROUP + piece % (GROUP / PIECE) * PIECE : piece * PIECE;
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) {
+        weights[a][p][0] = load_weights(from[p] + at[a]);
+        weights[a][p][1] = load_weights(from[p] + at[a] + down[p]);
+      }
+    }
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) {
+      Words rows[TILES][2];
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        const int row = inner + 8 * t;
+        rows[t][0] = rows[t][1] = {};
+        bool counts = row < M && start + a * WARPS < pieces;
+        // Of a group that a row skips it may hold anything.
+        if (SUMS && counts && M > 1) counts = mask[row * stride_mask + group[a]] != 0;
+        if (counts) {
+          const u16* const p = x + (long long)row * stride_x + at[a] + begin;
+          rows[t][0] = load_row(p);
+          rows[t][1] = load_row(p + 8);
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+          const u32 low = weights[a][p][0].of[s], high = weights[a][p][1].of[s];
+          const u32 a0 = converted<0x4140>(low), a1 = converted<0x4140>(high), a2 = converted<0x4342>(low), a3 = converted<0x4342>(high);
+#pragma unroll
+          for (int t = 0; t < TILES; ++t) {
+            const Words& part = rows[t][s / 2];
+            multiply(total[p * TILES + t], a0, a1, a2, a3, part.of[s % 2 * 2], part.of[s % 2 * 2 + 1]);
+          }
+        }
+    }
+  }
+#pragma unroll
+  for (int f = 0; f < PARTS * TILES; ++f)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[warp][f][i][lane] = total[f][i];
+  __syncthreads();
+  // A thread finishes a channel of a row: where its sum lies in a fragment is fixed.
+  if (thread >= CHANNELS * M) return;
+  const int channel = thread % CHANNELS, row = thread / CHANNELS;
+  const int owner = (channel & 7) * 4 + (row & 7) / 2, slot = (channel >> 3) * 2 + (row & 1), tile = row >> 3;
+  float value[PARTS] = {};
+  for (int w = 0; w < WARPS; ++w)
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) value[p] += sums[w][p * TILES + tile][slot][owner];
+  const int to = first + channel;
+  value[0] *= scale[to];
+  if (HAS_BIAS) value[0] += as_float(bias[to]);
+  value[0] = activate(value[0]);
+  if (GATED) {
+    value[PARTS - 1] *= up_scale[to];
+    if (HAS_UP_BIAS) value[PARTS - 1] += as_float(up_bias[to]);
+    value[0] *= value[PARTS - 1];
+  }
+  if (ZERO_SKIPPED && HAS_MASK && !SUMS && !mask[row * stride_mask + first / (N / groups)]) value[0] = 0.0f;
+  out[(long long)row * N + to] = as_half(value[0]);
+}

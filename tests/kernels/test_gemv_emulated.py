@@ -1,0 +1,71 @@
+"""Decode GEMMs in CUDA C++, their source compiled for the CPU: what they give is the reference's."""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cases.gemv import _INT8_K, _INT8_MN, GEMV_K, GEMV_MN
+from wide.kernels.gemv import _cuda
+
+FOLDER = Path(__file__).parent
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler of C++ (g++) here")
+
+
+class Emulated:
+    """Stands for the kernel of a device: compiles its source for the CPU, and runs it."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "kernel.cu").write_text(_cuda.SOURCE.read_text())
+        self.kernel = functools.cache(lambda _, variant: functools.partial(self.run, self.library(folder, variant)))
+
+    def library(self, folder: Path, variant: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+        path = folder / ("-".join(str(value) for _, value in variant) + ".so")
+        compiler = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{folder}"]
+        macros = [f"-D{name}={value}" for name, value in variant]
+        source = str(FOLDER / "emulated_gemv.cpp")
+        subprocess.run([*compiler, f"-I{FOLDER}", *macros, source, "-o", str(path)], check=True)
+        return ctypes.CDLL(str(path))
+
+    def run(self, library: ctypes.CDLL, _device: torch.device, blocks: int, *arguments: torch.Tensor | int) -> None:
+        values = [
+            ctypes.c_void_p(each.data_ptr()) if isinstance(each, torch.Tensor) else ctypes.c_int(each)
+            for each in arguments
+        ]
+        library.run(blocks, *values)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "case"), [(GEMV_MN, case) for case in _INT8_MN] + [(GEMV_K, case) for case in _INT8_K], ids=str
+)
+def test_products_are_the_reference_s(operator, case, emulated, monkeypatch):
+    assert _cuda.supports(operator.shape(case)) is None
+    monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
+    arguments = operator.build(case, torch.device("cpu"))
+    # Whatever memory held before is in no result.
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: x.new_full(shape, float("nan")))
+    given = dict(arguments)
+    rows = [given.pop(name) for name in ("x", "h") if name in given]
+    got = getattr(_cuda, operator.name)(*rows, given.pop("weight"), given.pop("mask"), **given)
+    assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(16, torch.float16), (9, torch.bfloat16), (5, torch.bfloat16)])
+def test_as_many_rows_as_fill_two_fragments(rows, dtype, emulated, monkeypatch):
+    monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 640, generator=generator).to(dtype)
+    weight = torch.randint(-128, 128, (32, 640), generator=generator, dtype=torch.int8)
+    scale = torch.rand(32, generator=generator) / 640
+    got = _cuda.gemv_mn(x, weight, None, scale=scale)
+    wanted = (x.float() @ weight.float().T * scale).to(dtype)
+    torch.testing.assert_close(got, wanted, rtol=8e-3, atol=1e-3)
