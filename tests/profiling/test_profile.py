@@ -393,9 +393,10 @@ def test_a_batch_agrees_up_to_ties(monkeypatch):
     class Model(torch.nn.Module):
         device, config = torch.device("cpu"), SimpleNamespace(vocab_size=40)
 
-        def forward(self, ids, use_cache):
+        def forward(self, ids, past_key_values, use_cache, logits_to_keep):
+            ids = ids[:, -logits_to_keep:]
             best = torch.nn.functional.one_hot(ids + 1, 64) + 0.999 * torch.nn.functional.one_hot(ids + 2, 64)
-            return SimpleNamespace(logits=best.float())
+            return SimpleNamespace(logits=best.float(), past_key_values=None)
 
     def answers(step):
         return lambda _model, ids, new: (0, 0, torch.cat([ids, ids[:, -1:] + step * torch.arange(1, new + 1)], 1))

@@ -251,7 +251,8 @@ def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) ->
 def batch_agreement(model: Any, prompt: int, new: int, *, least: float = 0.0) -> dict[str, float]:
     """Return how often `model(...)` prefers the tokens of `generate()`, and those of a batch, after what came before.
 
-    Tokens that tie with the best one count as preferred: rounding decides among them.
+    It reads a prompt, then token by token, since int8 rounds prompts and steps in different ways. Tokens that tie with
+    the best one count as preferred: rounding decides among them.
 
     Args:
         model: Optimised.
@@ -265,9 +266,14 @@ def batch_agreement(model: Any, prompt: int, new: int, *, least: float = 0.0) ->
     def preferred(answers: Sequence[list[int]]) -> float:
         shares = []
         for ids, answer in zip(prompts, answers, strict=True):
-            whole = torch.tensor([ids + answer], device=model.device)
-            logits = model(whole, use_cache=False).logits[0, len(ids) - 1 : -1].float()
-            chosen = logits.gather(1, whole[0, len(ids) :, None])[:, 0]
+            found, cache = [], None
+            for tokens in (ids, *([token] for token in answer[:-1])):
+                given = torch.tensor([tokens], device=model.device)
+                out = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                found.append(out.logits[0, -1].float())
+                cache = out.past_key_values
+            logits = torch.stack(found)
+            chosen = logits.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0]
             shares.append(float((logits.amax(1) - chosen <= _TIE * logits.std(1)).float().mean()))
         return statistics.mean(shares)
 

@@ -74,7 +74,8 @@ _PAIR_GATE_TOKENS = 640
 _CALIBRATED = 2048
 _MOST_REQUESTS_AS_LOADED = 1
 # Wrong kernels agree on nothing. Routers decide in as many layers as leave `generate()` the last share, at least two.
-_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE, _AGREEMENT_KNOWN = 2, 256, 32, 0.9, 0.95
+# Prompts alone are so long that int8 rounds them as it rounds a batch of them.
+_AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE, _AGREEMENT_KNOWN = 2, 512, 32, 0.9, 0.95
 _MILLI = 1e-3
 Say = Callable[[str], None]
 Record = dict[str, Any]

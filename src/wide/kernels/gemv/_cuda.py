@@ -65,7 +65,7 @@ def gemv_mn(
     """Run `gemv_mn_reference` of up to 16 rows."""
     given: dict[str, Any] = {"up_weight": up_weight, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
     chosen = {"GATED": up_weight is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
-    return _run(x, weight, mask, scale, zero_skipped=zero_skipped and mask is not None, **given, **chosen)
+    return _run(x, weight, mask, scale, chosen, zero_skipped=zero_skipped and mask is not None, **given)
 
 
 @K_BACKENDS.register("cuda", needs=obstacle, supports=supports)
@@ -75,7 +75,7 @@ def gemv_k(
     """Run `gemv_k_reference` of up to 16 rows."""
     if mask.shape[1] > _MAX_GROUPS:
         require(f"the kernel in CUDA C++ takes up to {_MAX_GROUPS} groups, got {mask.shape[1]}")
-    return _run(h, weight, mask, scale, bias=bias, SUMS=1, GROUP=h.shape[1] // mask.shape[1])
+    return _run(h, weight, mask, scale, {"SUMS": 1, "GROUP": h.shape[1] // mask.shape[1]}, bias=bias)
 
 
 def _run(
@@ -83,13 +83,13 @@ def _run(
     weight: torch.Tensor,
     mask: torch.Tensor | None,
     scale: torch.Tensor,
+    chosen: dict[str, int],
     *,
     up_weight: torch.Tensor | None = None,
     up_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     zero_skipped: bool = False,
-    **chosen: int,
 ) -> torch.Tensor:
     require(misaligned({"x": x}, (bias, up_bias)) or misaligned({"weight": weight, "up_weight": up_weight}, ()))
     num_rows, depth = x.shape
