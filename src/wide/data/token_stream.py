@@ -32,7 +32,6 @@ class TokenStream:
     Args:
         tokens: Ids, uint32 `[L]`.
         starts: Positions at which documents begin, int64, ascending.
-        largest_id: Largest id in the stream.
     """
 
     tokens: npt.NDArray[np.uint32]

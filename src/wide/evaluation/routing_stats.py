@@ -142,7 +142,6 @@ class HalfCounter:
 
     Args:
         positions: Tokens in a sequence, T, at most.
-        num_groups: Groups of the sublayer, N_G.
     """
 
     def __init__(self, positions: int, num_groups: int, device: torch.device) -> None:

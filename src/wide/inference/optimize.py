@@ -163,11 +163,7 @@ def _place(weight: Any) -> tuple[torch.device, torch.dtype]:
 def _require_kernels(
     layers: Sequence[TunedLayer], table: OperatorTable, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Refuse a table of Triton kernels where they cannot run, instead of failing in the middle of a forward.
-
-    Raises:
-        UnsupportedBackendError: The message names the device, dtype or group size.
-    """
+    """Raise UnsupportedBackendError for a table of Triton kernels that cannot run here; a forward would fail midway."""
     if table.backend != "triton":
         return
     reason = half_obstacle(device, dtype)

@@ -30,7 +30,6 @@ class DeviceFacts:
         capability: Compute capability times ten, e.g. 90; 0 on the host.
         num_sms: Streaming multiprocessors; 1 on the host.
         shared_memory_bytes: Largest shared memory of one block.
-        l2_bytes: Second-level cache.
     """
 
     name: str

@@ -177,9 +177,7 @@ class Backends:
 
         It takes `arguments`, `options`, and the tile unless that is empty.
 
-        Raises:
-            UnsupportedBackendError: If there is no such backend or it does not run this here. The message names
-                operator, reason, and what to choose.
+        Raises UnsupportedBackendError if there is no such backend or it does not run this here.
         """
         found = self._known.get(name) or self._find(name)
         if isinstance(found, str):

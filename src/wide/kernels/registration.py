@@ -104,12 +104,9 @@ def check_tensor(
     shape: Sequence[int],
     layout: Literal["contiguous", "last stride 1", "any strides"] = "contiguous",
 ) -> None:
-    """Refuse a tensor that is not what an operator wants.
+    """Raise ShapeError for a tensor that is not what an operator wants; None is never refused.
 
-    None is never refused. That all tensors lie on one device has been checked before.
-
-    Raises:
-        ShapeError: The message names operator and argument, what is wanted and what was given.
+    That all tensors lie on one device has been checked before.
     """
     if tensor is None:
         return
@@ -128,8 +125,7 @@ def _words(dtype: torch.dtype, shape: Sequence[int]) -> str:
 def on_device_of_tensors(name: str, function: Implementation, *, is_operator: bool = False) -> Implementation:
     """Return `function` with the device of its tensor arguments made current while it runs.
 
-    Raises:
-        ShapeError: When the returned function is called, if its tensors lie on several devices; it begins with `name`.
+    That raises ShapeError if its tensors lie on several devices; the message begins with `name`.
     """
 
     @functools.wraps(function)

@@ -17,6 +17,7 @@ from wide.materialisation.stream import replace, rotate_embedding, rotate_layer
 from wide.models.block_spec import AttentionSpec, BlockSpec, SublayerSpec, feed_forward, plain_linear
 from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, Pending, bypassed, cache_of, install_attention_gates
+from wide.models.pretrained import is_added
 
 
 class AbsentFeedForward(nn.Module):
@@ -123,8 +124,7 @@ def check_cuttable(spec: BlockSpec, sublayer: str) -> None:
     known = {id(parameter) for linear in part.linears() for parameter in plain_linear(linear, spec.index).parameters()}
     for name, parameter in part.module.named_parameters():
         # What attach and LoRA added goes before anything is cut.
-        added = name.startswith("wide_") or ".lora_" in name
-        if id(parameter) not in known and parameter.numel() not in sizes and not added:
+        if id(parameter) not in known and parameter.numel() not in sizes and not is_added(name):
             raise UnsupportedModelError(
                 f"layer {spec.index}: {type(part.module).__name__} has the parameter {name}, which may belong to "
                 "single heads or channels, so it cannot be cut. Use how='masked'"

@@ -69,8 +69,7 @@ class Attachment:
             the dense model is not known.
         order_lost: Whether FFN channels lay in another order before they were loaded, so that their order in the base
             model is not known; the dense model is.
-        handles: Hooks, removed by `detach`.
-        parts: Modules and attributes that were added, removed by `detach`.
+        parts: Modules and attributes that were added.
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         thresholds_by_sparsity: (sparsity, threshold) points, ascending; empty until they are calibrated.
         engine: What `wide.optimize` put in the place of the model's forward.

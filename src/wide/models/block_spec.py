@@ -40,7 +40,6 @@ class AttentionSpec(SublayerSpec):
 
     Args:
         query: Projection with the query rows (fused QKV: they come first, and `key` and `value` are None).
-        output: Projection back to the residual stream.
         num_query_heads: H_q; `num_kv_heads` is H_k.
         head_dim: Channels per head; H_q * head_dim need not equal the hidden size.
         q_norm: Whether queries are normed, per head or over the whole query width.
@@ -74,7 +73,6 @@ class FeedForwardSpec(SublayerSpec):
     Args:
         up: Up projection; with `fused_gate` it holds the gate rows first, then the up rows.
         gate: Gate projection of a gated FFN; None when fused or when there is no gate.
-        down: Projection back to the residual stream.
         width: Intermediate channels (of the activation's output).
     """
 

@@ -441,12 +441,6 @@ def _has_bias(linear: nn.Module) -> bool:
     return getattr(linear, "bias", None) is not None
 
 
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield a module's own parameters, without what wide and LoRA have added."""
-    for name, parameter in module.named_parameters():
-        if "lora_" not in name and "wide_" not in name:
-            yield parameter
-
-
 def _count(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(parameter.numel() for parameter in _own(module))
+    named = () if module is None else module.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if not is_added(name))

@@ -43,7 +43,7 @@ _GENERATION: dict[str, Any] = {
 _VALUES_PER_TENSOR = 8
 _NEEDED_AGREEMENT = 0.95
 # What wide and LoRA put into a model.
-_ADDED = re.compile(r"wide_(router|gate|stream)\b|\.lora_")
+_ADDED = re.compile(r"\b(wide_(router|gate|stream)\b|lora_)")
 
 
 def load_pretrained(
@@ -407,7 +407,7 @@ def same_weights(seen: Tensor | None, now: Tensor | None) -> bool:
 
 
 def is_added(name: str) -> bool:
-    """Return whether a parameter of this name is what wide or LoRA put into a model."""
+    """Return whether a parameter of this name, in a model or a part of it, is what wide or LoRA put there."""
     return _ADDED.search(name) is not None
 
 

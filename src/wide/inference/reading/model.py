@@ -44,7 +44,6 @@ class ModelWeights:
         logit_scale: Factor of the logits, or None.
         logit_cap: Bound of the logits, or None.
         max_length: Largest position plus one.
-        taken: How projections were taken.
     """
 
     specs: tuple[BlockSpec, ...]
@@ -67,13 +66,12 @@ class ModelWeights:
 def read_model(model: nn.Module, max_length: int | None = None, weights: str = "model") -> ModelWeights:
     """Return the weights of a model.
 
+    Raises UnsupportedModelError if a part is missing, unknown or not at hand, or positions depend on the sequence's
+    length. Projections then are as they were.
+
     Args:
         max_length: Largest position plus one; None = as many as the model has positions for.
         weights: Format of the layers' projections and of the head, one of `WEIGHTS`.
-
-    Raises:
-        UnsupportedModelError: If a part is missing, unknown or not at hand, or positions depend on the sequence's
-            length. Projections then are as they were.
     """
     whole: Any = model
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):
@@ -156,9 +154,6 @@ def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
     Raises UnsupportedModelError if a half is pruned for every token or follows another, the stream is projected, base
     weights are replaced, or a router is not a bottleneck over its own sublayer's stream, evicts keys and values, or
     protects first tokens.
-
-    Args:
-        is_replaced: Whether a method replaced base weights.
     """
     if plan.is_static or is_replaced:
         raise UnsupportedModelError(

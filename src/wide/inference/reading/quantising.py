@@ -140,11 +140,7 @@ def state_of(parameter: Tensor) -> tuple[int, int | None]:
 
 
 def refuse_gradients(_gradient: Any) -> None:
-    """Say to whoever asks for a gradient that there is none.
-
-    Raises:
-        NotAttachedError: Always.
-    """
+    """Raise NotAttachedError: there is no gradient."""
     raise NotAttachedError(
         "this model is optimised, and wide's operators have no gradients; call wide.deoptimize(model) before training"
     )

@@ -102,14 +102,11 @@ class AttentionWeights(Sublayer):
         qkv: Query, key and value projections, N = (H_q + 2 H_k) d.
         query: The queries' part of it, as a view.
         kv: The rest of it, as a view.
-        output: The output projection.
-        q_norm: Of each query head, or of all of them as one row, or None.
-        k_norm: The same for keys.
+        q_norm: Of each query head, or of all of them as one row, or None. `k_norm` is the same for keys.
         norms_width: Whether queries are normed over all heads, so that none of their channels can be skipped.
         head_dim: d.
         form: Scale, window and soft cap of the scores, and how queries and keys are rotated.
-        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not rotated.
-        sin: Sines, as `cos`.
+        cos: Cosines by position, [max_length, r]; r = 0 where queries and keys are not rotated. `sin` are the sines.
     """
 
     qkv: LinearWeights
@@ -206,11 +203,7 @@ def require_plain(spec: BlockSpec) -> FeedForwardSpec:
 
 
 def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbers: str) -> None:
-    """Refuse weights and multipliers of a module that nobody reads.
-
-    Raises:
-        UnsupportedModelError: The message names what is not known.
-    """
+    """Raise UnsupportedModelError if a module has weights or multipliers that nobody reads; the message names one."""
     known = set(parts)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     for name, child in module.named_children():

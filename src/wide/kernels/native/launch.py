@@ -97,14 +97,13 @@ class Kernel:
 def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: str, instead: str) -> Any:
     """Return the descriptor by which tensor-memory loads read boxes of a matrix into 128-byte swizzled lines.
 
+    Raises UnsupportedBackendError as `Kernel` does.
+
     Args:
         matrix: [rows, columns] of halves or int8, columns contiguous, rows a multiple of 16 bytes apart.
         box_rows: Rows of a box, at most 256.
         box_columns: Columns of a box; 128 bytes fill a line.
         instead: As of `Kernel`.
-
-    Raises:
-        UnsupportedBackendError: As of `Kernel`.
     """
     rows, columns = matrix.shape
     stride = matrix.stride(0) * matrix.element_size()
@@ -117,12 +116,11 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: s
 def product(source: Path, instead: str, **variant: int) -> Kernel:
     """Return a product for Hopper, compiled and loaded when it is first used.
 
+    Raises UnsupportedBackendError as `Kernel` does, or if the source cannot be compiled here.
+
     Args:
         instead: As of `Kernel`.
         variant: What is compiled in, by the names of the source's macros.
-
-    Raises:
-        UnsupportedBackendError: As of `Kernel`, or if the source cannot be compiled here.
     """
     return _product(source, instead, tuple(variant.items()))
 

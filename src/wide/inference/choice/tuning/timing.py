@@ -18,9 +18,8 @@ class Timing:
     """Time of one call.
 
     Args:
-        median_us: Median over the samples, microseconds.
-        low_us: Tenth percentile, microseconds.
-        high_us: Ninetieth percentile, microseconds.
+        low_us: Tenth percentile.
+        high_us: Ninetieth percentile.
         num_samples: Graph replays that were timed.
     """
 
