@@ -107,8 +107,8 @@ def test_prompts_and_steps_are_those_of_rounded_weights(family):
 @pytest.mark.filterwarnings("ignore:.*output_hidden_states")
 @torch.no_grad()
 def test_rows_of_prompts_are_rounded_too(family, skipped, monkeypatch):
-    monkeypatch.setattr(products, "MAX_INT8_ROWS", 12)
-    monkeypatch.setattr(table.linear_int8, "MAX_ROWS", 12)
+    monkeypatch.setattr(products, "MAX_WHOLE_ROWS", 12)
+    monkeypatch.setattr(table.linear_int8, "MAX_WHOLE_ROWS", 12)
     rules = fixed("torch", **{"query": 5, "output": 5, "gate_up": 5} | skipped)
     model = optimised(routed(family), weights="w8a8", table=rules)
     wanted, plain = of_int8_rows(rounded(routed(family), True), 13), rounded(routed(family), True)

@@ -221,9 +221,9 @@ def test_prompts_of_int8_rows_take_what_halves_take_until_they_are_measured(tmp_
     assert found.choice("gate_up", 4096) == DENSE
     assert found.choice("query", 4096) == guessed.choice("query", 4096)
     table = found.for_int8_rows()
-    assert [table.choice("output", rows) for rows in (5, 256)] == [DENSE] * 2
-    assert [table.choice(name, rows) for name in OPERATORS for rows in (1, 4, 257, 4096)] == [
-        found.choice(name, rows) for name in OPERATORS for rows in (1, 4, 257, 4096)
+    assert [table.choice("output", rows) for rows in (5, 16)] == [DENSE] * 2
+    assert [table.choice(name, rows) for name in OPERATORS for rows in (1, 4, 17, 4096)] == [
+        found.choice(name, rows) for name in OPERATORS for rows in (1, 4, 17, 4096)
     ]
 
 

@@ -11,7 +11,7 @@ from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import WEIGHTS
 from wide.kernels.dispatch import Backends
 from wide.kernels.int8 import hadamard, rotated
-from wide.kernels.linear_int8 import MAX_ROWS, quantise_int8
+from wide.kernels.linear_int8 import MAX_WHOLE_ROWS, quantise_int8
 from wide.kernels.route import split_weights
 from wide.kernels.route.reference import margins
 
@@ -65,7 +65,7 @@ def test_products_are_those_of_masked_modules(rows, form, table, poisoned_memory
 
     def near(found, wanted, *, rounds=True):
         """Rows that are quantised are off by less than a hundredth of the largest value at each of two products."""
-        coarse = rounds and form == "w8a8" and rows > MAX_ROWS
+        coarse = rounds and form == "w8a8" and rows > MAX_WHOLE_ROWS
         torch.testing.assert_close(found, wanted, atol=wanted.abs().max().item() / 50 if coarse else 1e-3, rtol=1e-4)
 
     mask = margins(x, known) >= 0

@@ -67,7 +67,7 @@ def optimize(
         weights: 'model' takes the linear layers of attention and FFN as they are. 'int8' makes copies of these and of
             the head with a scale for each output channel, from bfloat16 or float16 (on a CPU also float32), and the
             masked model computes with them, too; the layers' own weights move to host memory, and `deoptimize` moves
-            them back, bit for bit. A model that is saved has its own weights. With 'w8a8' products of more than 256
+            them back, bit for bit. A model that is saved has its own weights. With 'w8a8' products of more than 16
             rows, as in prompts, also have int8 rows with a scale for each, except those of queries, keys and values.
             Rotations of blocks of channels in the FFN keep the loss small.
         table: Which operator runs at which sizes, instead of what `backend` stands for.

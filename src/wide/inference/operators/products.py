@@ -17,7 +17,7 @@ from wide.kernels.gemm_mn import finish_dense, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
 from wide.kernels.int8 import rotated
 from wide.kernels.linear_int8 import MAX_ROWS as MAX_INT8_ROWS
-from wide.kernels.linear_int8 import expand_int8, linear_int8, quantise_rows
+from wide.kernels.linear_int8 import MAX_WHOLE_ROWS, expand_int8, linear_int8, quantise_rows
 from wide.kernels.linear_int8.op import BACKENDS as INT8_BACKENDS
 from wide.kernels.linear_int8.op import Int8Shape
 from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
@@ -28,12 +28,12 @@ from wide.kernels.tuning import Choice
 class LinearWeights(NamedTuple):
     """A linear layer: weight [N, K] in the model's dtype, or in int8 with scales; bias [N] or None.
 
-    Steps read int8 as it is. For products of many rows either these are quantised, too, or weights are expanded, by
+    Steps read int8 as it is. Rows of larger products are quantised, too, or else weights are expanded for many, by
     each product again, so that the kernels and measurements of the model's dtype serve both.
 
     Args:
         scale: Of each output of int8 weights, float32 [N].
-        int8_rows: Whether rows are quantised where they are many.
+        int8_rows: Whether rows are quantised, but for the fewest.
         rotation: What blocks of K channels of all rows are multiplied by, as those of the weight were (`hadamard`).
     """
 
@@ -63,7 +63,7 @@ class LinearWeights(NamedTuple):
 
     def quantises(self, num_rows: int) -> bool:
         """Return whether a dense product of so many rows is one of int8 rows."""
-        return self.int8_rows and num_rows > MAX_INT8_ROWS
+        return self.int8_rows and num_rows > MAX_WHOLE_ROWS
 
     def dense(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the whole product [M, N] of rows [M, K].
@@ -78,7 +78,7 @@ class LinearWeights(NamedTuple):
         if x.shape[0] <= MAX_ROWS:
             x = rotated(x, self.rotation)
             return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
-        if x.shape[0] <= MAX_INT8_ROWS:
+        if not self.quantises(x.shape[0]):
             return linear_int8(rotated(x, self.rotation), self.weight, self.scale, self.bias, backend=backend)
         if INT8_BACKENDS.obstacle("cuda", x.device, Int8Shape(x.shape[0], torch.int8, *self.weight.shape)) is None:
             backend = "cuda"

@@ -55,8 +55,8 @@ class OperatorTable:
         return cls(backend=backend, rules=tuple(rules.items()))
 
     def for_int8_rows(self) -> "OperatorTable":
-        """Return the table where many rows are quantised: as few as are not skip nothing, but for the fewest."""
-        first, last = MAX_ROWS + 1, linear_int8.MAX_ROWS
+        """Return the table where rows are quantised: as few as are not skip nothing, but for the fewest."""
+        first, last = MAX_ROWS + 1, linear_int8.MAX_WHOLE_ROWS
         rules = []
         for name, old in self.rules:
             few = tuple(rule for rule in old if rule[0] < first)

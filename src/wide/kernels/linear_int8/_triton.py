@@ -35,9 +35,9 @@ class Int8Tile(NamedTuple):
 
 def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = False) -> Int8Tile:
     """Return a tile with which most multiprocessors have work: reading weights is what takes the time of few rows."""
-    if int8_rows:
-        return Int8Tile(128, 128, 128, 3, 8)
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
+    if int8_rows:
+        return Int8Tile(128, 128, 128, 3, 8) if rows == 128 else Int8Tile(64, 256, rows, 4, 4)
     if rows <= 32:
         return Int8Tile(32, 512, rows, 3, 4)
     if rows <= 64 and width < 40 * num_sms:

@@ -16,7 +16,9 @@ from wide.kernels.registration import check_tensor, operator
 
 MAX_ROWS = 256
 """Rows up to which dense products read weights in int8 and rows as they are: bytes of weights are what takes the time.
-More rows are quantised, or else weights are expanded once and a library multiplies."""
+For more of them weights are expanded once, and a library multiplies."""
+MAX_WHOLE_ROWS = 16
+"""Rows up to which they are read as they are where rows may be quantised: of a step of few sequences."""
 
 
 class Int8Shape(NamedTuple):
