@@ -301,11 +301,12 @@ BODIES = [
 ]
 PATHS = ["/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/embeddings", "/docs", "/redoc"]
 PATHS += ["/openapi.json", "/", "//v1/models", "/v1/completions/", "/v1/models/../reset", "/%00", "/" + "a" * 5_000]
-# What looks hostile and can be done.
-DONE = [{"prompt": "a", "max_tokens": 2**31 - 1}, {"prompt": ""}, {"prompt": "\0\n\u202e", "temperature": 1e-40}]
-DONE += [{"prompt": "a", "temperature": 2, "top_k": 2**31 - 1, "top_p": 1e-40, "repetition_penalty": 10.0}]
-DONE += [{"prompt": "a", "n": 1, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "x"}]
-DONE += [{"prompt": "a", "stop": ["b"] * 4, "seed": -(2**63), "generation_config": '{"min_p": 1, "eos_token_id": 10}'}]
+# What looks hostile and can be done; the first one to the last position, the others for a few tokens.
+DONE = [{"prompt": "a" * 100, "max_tokens": 2**31 - 1}, {"prompt": ""}, {"prompt": "\0\n\u202e", "temperature": 1e-40}]
+DONE += [{"temperature": 2, "top_k": 2**31 - 1, "top_p": 1e-40, "repetition_penalty": 10.0}]
+DONE += [{"n": 1, "echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "x"}]
+DONE += [{"stop": ["b"] * 4, "seed": -(2**63), "generation_config": '{"min_p": 1, "eos_token_id": 10}'}]
+DONE = [{"prompt": "a", "max_tokens": 4} | asked for asked in DONE]
 
 
 def hostile():

@@ -38,7 +38,8 @@ def covered(figure, source):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     drawn = draw(figure, source)
-    FigureCanvasAgg(drawn).draw()
+    FigureCanvasAgg(drawn)
+    drawn.draw_without_rendering()
     words = list(shown_words(drawn))
     whole = drawn.bbox
     assert words

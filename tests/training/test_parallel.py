@@ -35,7 +35,7 @@ def bases(tmp_path_factory, tiny_tokenizer):
     folder = tmp_path_factory.mktemp("bases")
     for kind in ("tied", "untied"):
         torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 258}
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 258}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         config = LlamaConfig(**sizes, **heads, tie_word_embeddings=kind == "tied", initializer_range=0.2)
         LlamaForCausalLM(config).save_pretrained(folder / kind)

@@ -3,7 +3,7 @@
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import fixed_backend
 from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.registration import check_tensor, operator
 
@@ -46,5 +46,5 @@ def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         values: As in `clear_skipped`; changed.
         mask: As in `clear_skipped`.
     """
-    clear_skipped(values, mask, backend="torch" if triton_obstacle(values.device) else "triton")
+    clear_skipped(values, mask, backend=fixed_backend(values.device))
     return values
