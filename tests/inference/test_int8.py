@@ -22,6 +22,7 @@ from wide.kernels.int8 import hadamard, rotated
 from wide.kernels.linear_int8 import quantise_int8, quantise_rows
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
+from wide.models.lora import add_lora, merge_lora
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 CLOSE = {"atol": 5e-5, "rtol": 2e-4}
@@ -314,6 +315,24 @@ def test_an_adapter_of_peft_says_that_int8_is_off():
             torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, **CLOSE)
         again = adapted.merge_and_unload()
         torch.testing.assert_close(again(ids).logits, rounded(plain)(ids).logits, **CLOSE)
+
+
+@pytest.mark.parametrize(("weights", "rotates"), [("int8", False), ("w8a8", True)])
+@torch.no_grad()
+def test_merged_lora_is_rounded_with_the_weights(weights, rotates):
+    models, ids = [routed(), routed()], tokens(2, 4)
+    for model in models:
+        generator = torch.Generator().manual_seed(3)
+        for parameter in add_lora(model, rank=2).parameters():
+            parameter.normal_(generator=generator)
+        with pytest.raises(NotAttachedError, match="merge LoRA first"):
+            optimised(model.eval(), weights=weights)
+        merge_lora(model)
+    model, plain = models
+    torch.testing.assert_close(
+        optimised(model, weights=weights)(ids).logits, rounded(plain, rotates)(ids).logits, **CLOSE
+    )
+    assert not torch.allclose(model(ids).logits, rounded(routed(), rotates)(ids).logits, **CLOSE)
 
 
 def test_what_cannot_be_quantised_is_refused_and_left_as_it_was():
