@@ -65,6 +65,9 @@ class Engine:
         class Drawn(DummyModelLoader):  # type: ignore[misc]
             def load_weights(self, model: nn.Module, model_config: Any) -> None:
                 draw_weights(model)
+                if mode in _EIGHT_BITS:
+                    # The engine has its own weights, and these would only fill the memory.
+                    _DRAWN.clear()
 
         self.draw, self.scale = random.Random(1), 32 if tiny else 1
         shape = SHAPES["tiny" if tiny else "llama-3.1-8b"] | (
@@ -90,7 +93,7 @@ class Engine:
         on_gpu: dict[str, Any] = {
             # Memory for keys and values is named, since several engines start at once on one GPU.
             "gpu_memory_utilization": 0.3,
-            "kv_cache_memory_bytes": {"gate": 2, "off": 6}.get(mode.partition("-")[0], 11) << 30,
+            "kv_cache_memory_bytes": {"gate": 2, "routed": 11, "dense": 11}.get(mode.partition("-")[0], 6) << 30,
             "compilation_config": {"cudagraph_capture_sizes": [*_SIZES, *(PROMPT_SIZES if is_routed else ())]},
         }
         options: dict[str, Any] = {
@@ -103,17 +106,12 @@ class Engine:
             "seed": 0,
         }
         self.llm = LLM(model=str(folder), **options | overrides | ({"enforce_eager": True} if tiny else on_gpu))
-        if mode != "fp8":
+        if mode != "fp8" and mode not in _EIGHT_BITS:
             self._take_views()
-        if is_routed and mode != "off":
+        if mode == "routed" or mode.startswith("gate"):
             ids = torch.tensor(self._prompts(1, 2048), device=self.device)
             set_shares(self.masked, ids, (0.5, 0.5))
             self.set_threshold(None)
-        if mode in _EIGHT_BITS:
-            # The engine has its own weights, and these would only fill the memory.
-            _DRAWN.clear()
-            for parameter in self.masked.parameters():
-                parameter.data = parameter.data.new_empty(0)
 
     def _take_views(self) -> None:
         """Give the masked model the engine's weights."""
@@ -143,7 +141,7 @@ class Engine:
 
     def set_threshold(self, threshold: float | None) -> None:
         """Give the engine's routers a threshold, or those of the masked model's; graphs read them from memory."""
-        wanted = {f"{r.layer_index} {r.half_layer}": r.threshold for r in attachment(self.masked).routers()}
+        wanted = self.thresholds()
 
         def set_all(model: nn.Module) -> None:
             for name, module in model.named_modules():
@@ -155,6 +153,17 @@ class Engine:
 
         self.llm.apply_model(set_all)
         self.llm.reset_prefix_cache()
+
+    def thresholds(self) -> dict[str, Any]:
+        """Return the thresholds by which half is skipped."""
+        return {f"{r.layer_index} {r.half_layer}": r.threshold for r in attachment(self.masked).routers()}
+
+    def take_thresholds(self, found: dict[str, float]) -> dict[str, Any]:
+        """Have the routers skip as another engine's do."""
+        for router in attachment(self.masked).routers():
+            router.threshold = found[f"{router.layer_index} {router.half_layer}"]
+        self.set_threshold(None)
+        return self.skipped()
 
     def launched(self) -> dict[str, Any]:
         """Have kernels of steps with prompts launched one by one from here on, not by graphs."""

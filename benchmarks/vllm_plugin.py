@@ -13,11 +13,13 @@ writes figures into docs/measurements/targets/vllm.json, if the gate was green.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,14 @@ class Record:
         self.content["rows"].append(row)
         self._say(row)
 
+    @contextlib.contextmanager
+    def lasting(self, mode: str) -> Iterator[None]:
+        """Note that an engine has ended, and go on with the others."""
+        try:
+            yield
+        except (SystemExit, BrokenPipeError) as ended:
+            self.add(**{f"{mode} ended": str(ended)})
+
     def _say(self, what: dict[str, Any]) -> None:
         print(f"{time.perf_counter() - self.started:6.1f} s  {json.dumps(what)}", flush=True)
         self.path.write_text(json.dumps(self.content, indent=1) + "\n")
@@ -130,23 +140,29 @@ def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
             routed.call(mode)
             for what in _FEW:
                 record.row(what, mode, routed.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+    thresholds = routed.call("thresholds")
     routed.end()
     if "bench" in parts:
         dense.end()
     # Weights in the model's dtype do not fit on a GPU several times.
     for together in ("fp8 w8a8 int8", "off"):
         last = {mode: Worker(mode, folder, tiny=tiny) for mode in together.split() if mode in parts}
-        gates = [f"gate-{mode}" for mode in last if mode in ("w8a8", "int8") and "gate" in parts]
+        eight = [mode for mode in last if mode in ("w8a8", "int8")]
+        gates = [f"gate-{mode}" for mode in eight if "gate" in parts]
         for mode, gate in {mode: Worker(mode, folder, tiny=tiny) for mode in gates}.items():
-            gate.answer()
-            record.add(**{mode: gate.call("gate")})
+            with record.lasting(mode):
+                gate.answer()
+                record.add(**{mode: gate.call("gate")})
             gate.end()
         for mode, worker in last.items():
-            record.add(**{mode: worker.answer()})
+            with record.lasting(mode):
+                started = worker.answer()
+                record.add(**{mode: started | (worker.call("take_thresholds", thresholds) if mode in eight else {})})
         # The first rows of all engines come first, since a time limit may end this.
-        for what in _FEW if together == "off" else _ROWS:
+        for what in _FEW if together == "off" else [name for name in _ROWS if "64 requests" not in name]:
             for mode, worker in last.items():
-                record.row(what, mode, worker.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
+                with record.lasting(mode):
+                    record.row(what, mode, worker.call(*_ROWS[what]), known.get(what) or dense.call(*_ROWS[what]))
         for worker in last.values():
             worker.end()
     dense.end()

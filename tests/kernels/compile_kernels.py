@@ -49,7 +49,8 @@ def build(
     attributes: dict[tuple[int], Any] = {}
     for place, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
-        if signature[name].startswith("*") or name in (*DIVISIBLE, *divisible):
+        known = name in (*DIVISIBLE, *divisible) and not kernel.params[place].do_not_specialize
+        if signature[name].startswith("*") or known:
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         fn=kernel,

@@ -1,6 +1,7 @@
 """A backend is one file that registers itself: it is found by its name, says what it takes, and is never replaced."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ def double(x, *, tile=None):
     require(None if x.is_contiguous() else "rows must be contiguous")
     return x * (tile or [2])[0]
 """
+
+
+def test_triton_kernels_are_compiled_for_any_number_of_rows() -> None:
+    """Otherwise a server compiles one more whenever a number is a multiple of 16, or 1."""
+    counts, entries = {"M", "T_q", "T_k", "num_chunks", "num_wide", "num_pairs", "bands", "max_tiles"}, 0
+    for path in Path(str(dispatch.__file__)).parent.glob("*/_triton.py"):
+        source = path.read_text()
+        for jit, name, parameters in re.findall(r"^@triton.jit(.*)\ndef (\w+)\(([^)]*)\)", source, flags=re.MULTILINE):
+            if f"{name}[" in source:
+                plain = {each for each in re.findall(r"\w+(?=,|$| *\n)", parameters) if f"{each}:" not in parameters}
+                assert counts & plain <= set(re.findall(r'"(\w+)"', jit)), f"{path}: {name}"
+                entries += 1
+    assert entries > 10
 
 
 @pytest.fixture

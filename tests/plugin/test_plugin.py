@@ -206,3 +206,11 @@ def test_figures_of_a_measurement_need_a_green_gate():
         fill(content, rows, **known)
     fill(content | {"gate": {"green": True}}, rows, **known)
     assert (rows[0]["value"], rows[0]["reached"], rows[1]["value"]) == (1.4, "floor", None)
+    # Eight bits have a gate of their own.
+    content["gate"], what = {"green": True}, "vLLM: in eight bits over dense vLLM FP8, first token, 4096"
+    content["rows"] = [row | {"mode": "fp8"}, row | {"mode": "w8a8", "value": 50.0}]
+    rows = [{"what": what, "floor": 1.15, "goal": 1.4, "value": None}]
+    fill(content, rows, **known)
+    assert rows[0]["value"] is None
+    fill(content | {"gate-w8a8": {"green": True}}, rows, **known)
+    assert rows[0]["value"] == 1.5

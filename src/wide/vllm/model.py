@@ -31,6 +31,12 @@ class _Pruned(Reporting):
         self.tally = Tally(self)  # type: ignore[arg-type]
         self.most_rows = vllm_config.scheduler_config.max_num_batched_tokens
 
+    def forward(self, input_ids: Any, positions: Any, *arguments: Any, **options: Any) -> Any:
+        """Return the last hidden states."""
+        # Before vLLM compiles: then it gives Triton another folder for each configuration, where these would be lost.
+        self.warm()
+        return super().forward(input_ids, positions, *arguments, **options)  # type: ignore[misc]
+
 
 class WideLlamaForCausalLM(_Pruned, LlamaForCausalLM):
     """Llama with routers."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import _encode_layer_name
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -28,8 +29,6 @@ from wide.kernels.reorder import reorder_sequences
 _PAGE = 64
 # Every program of a step counts all (sequence, unit) pairs in its registers.
 _MAX_PAIRS = 16384
-# Single tokens of a step that are run before a server answers.
-_MOST_TOKENS = 1024
 # Bytes of keys and values that a step gathers at most: vLLM does not count them.
 _MOST_GATHERED = 1 << 29
 
@@ -45,6 +44,7 @@ def skips_in(attention: Any, table: Callable[[], OperatorTable]) -> bool:
         return False
     implementation.__class__ = _Implementation
     implementation.table = table
+    implementation.most_tokens = get_current_vllm_config().scheduler_config.max_num_seqs
     attention.attn_backend = Backend
     return True
 
@@ -118,6 +118,8 @@ class _Implementation(FlashAttentionImpl):
     """FlashAttention that takes a mask in the place of the output's scale."""
 
     table: Callable[[], OperatorTable]
+    # Single tokens of a step at most.
+    most_tokens: int
 
     def forward(
         self,
@@ -157,12 +159,11 @@ class _Implementation(FlashAttentionImpl):
     def warm(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
         """Run steps of so many rows [M, H, d]: prompts, with and without cached keys and single tokens, and tokens."""
         rows, page = len(q), torch.zeros(1, _PAGE, k.shape[1], 2 * self.head_size, dtype=k.dtype, device=k.device)
-        steps: list[tuple[list[int], int]] = [([rows], 0), ([rows], 16), ([rows], 17)]
-        steps += [([rows // 2, rows - rows // 2], 0)] if rows > 1 else []
-        steps += [([1] * ahead + [rows - ahead], more) for ahead in (1, 16) for more in (0, 16, 17) if rows > ahead + 1]
-        steps += [([1] * rows, 16)] if rows <= _MOST_TOKENS else []
-        # Rows of vLLM's table of pages are of any length, which kernels tell apart.
-        for queries, cached, odd in ((*step, odd) for step in steps for odd in (0, 1) if odd == 0 or step[0][0] == 1):
+        steps: list[tuple[list[int], int]] = [([rows], 0), ([rows], 16)]
+        # Masks of what comes behind a token are not aligned.
+        steps += [([1, rows - 1], more) for more in (0, 16) if rows > 2]
+        steps += [([1] * rows, 16)] if rows <= self.most_tokens else []
+        for queries, cached in steps:
             counts, ahead = torch.tensor(queries), int((torch.tensor(queries) != 1).long().argmax())
             ahead = rows if max(queries) == 1 else ahead
             # All keys lie on one page, which the whole table names.
@@ -171,7 +172,7 @@ class _Implementation(FlashAttentionImpl):
             known.keys = int(lengths[ahead:].sum()) if cached else 0
             known.max_seq_len, known.seq_lens = int(lengths.max()), lengths.to(q.device)
             known.query_start_loc = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(q.device)
-            wide = (known.max_seq_len // _PAGE // 16 + 1) * 16 + odd
+            wide = known.max_seq_len // _PAGE + 1
             known.block_table = torch.zeros(len(queries), wide, dtype=torch.int32, device=q.device)
             out, kv_cache = torch.empty(q.shape, dtype=q.dtype, device=q.device), page.transpose(1, 2)
             if self._step(kv_cache, mask, known) is None:

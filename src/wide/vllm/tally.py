@@ -21,11 +21,17 @@ class Reporting:
 
     tally: "Tally"
     most_rows: int
+    is_warm = False
+
+    def warm(self) -> None:
+        """Run the kernels of all layers, once."""
+        if not self.is_warm:
+            self.is_warm = True
+            warm(self, self.most_rows)  # type: ignore[arg-type]
 
     def compute_logits(self, *arguments: Any, **options: Any) -> Any:
         """Return logits; no graph holds this call, so that every step comes here, vLLM's own before all others."""
-        if self.tally.due is None:
-            warm(self, self.most_rows)  # type: ignore[arg-type]
+        self.warm()
         self.tally.report()
         return super().compute_logits(*arguments, **options)  # type: ignore[misc]
 

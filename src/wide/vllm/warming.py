@@ -43,11 +43,10 @@ def warm(model: nn.Module, most_rows: int) -> None:
 def rows_to_run(most: int) -> list[int]:
     """Return numbers of rows up to a largest one that meet all choices of a table and all variants of kernels.
 
-    Tables tell powers of two apart. Triton compiles one variant for sizes of 1, one for multiples of 16 and one for
-    others, and counts of tiles are such sizes as well.
+    Both tell apart powers of two; otherwise kernels are compiled for any number of rows.
     """
-    near = {(1 << shift) + more for shift in range(most.bit_length()) for more in (-1, 0, 1, 16)}
-    return [rows for rows in sorted({*near, most - 1, most}) if 0 < rows <= most]
+    near = {(1 << shift) + more for shift in range(most.bit_length()) for more in (0, 1)}
+    return sorted(rows for rows in {*near, most} if rows <= most)
 
 
 def run(module: Any, rows: int) -> None:

@@ -58,7 +58,7 @@ def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTil
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_pb", "num_pairs"])
 def _attend_share(
     Q,
     K,
@@ -193,7 +193,7 @@ def _attend_share(
         at = part_stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _merge_parts(
     OUT,
     PART_OUT,

@@ -120,7 +120,7 @@ def _load_block(
     return block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_q", "T_k", "max_tiles"])
 def _attention_prefill(
     Q,
     K,

@@ -11,7 +11,7 @@ from wide.kernels.device import elementwise_obstacle
 _VALUES, _MAX_PAIRS, _MAX_CHANNELS = 16384, 256, 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _clear_skipped(
     OUT,
     MASK,

@@ -290,7 +290,7 @@ def _scaled(total, row_scale, SCALE, column, BLOCK_N: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gemm_k_kernel(
     H,
     W,
@@ -399,7 +399,7 @@ def _drain(total: torch.Tensor, out: torch.Tensor, column: int, bias: torch.Tens
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _drain_kernel(
     TOTAL,
     OUT,

@@ -235,7 +235,7 @@ def _clear_skipped(
         tl.store(OUT + rows[:, None] * stride_out + channels[None, :], zeros, mask=(executes == 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gemm_mn_kernel(
     X,
     W,

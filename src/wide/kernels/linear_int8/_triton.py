@@ -45,7 +45,7 @@ def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = F
     return Int8Tile(64, 128, rows, 5, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _linear_int8(
     X,
     WEIGHT,

@@ -110,7 +110,7 @@ def _place_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_chunks", "stride_b"])
 def _transpose_kernel(
     MASK,
     COLUMNS,
@@ -139,7 +139,7 @@ def _transpose_kernel(
     tl.store(COLUMNS + column[:, None] * padded + rows[None, :], tl.trans(executes), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_chunks", "num_wide", "bands"])
 def _place_kernel(
     COLUMNS,
     CHUNK_COUNTS,
@@ -323,7 +323,7 @@ def _gray_rank(pattern):
     return rank ^ (rank >> 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_chunks"])
 def _histogram_kernel(
     MASK,
     CODES,
@@ -352,7 +352,7 @@ def _histogram_kernel(
     tl.store(HISTOGRAM + (block * num_chunks + chunk) * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_chunks"])
 def _sort_kernel(
     CODES,
     HISTOGRAM,

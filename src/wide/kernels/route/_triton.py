@@ -112,7 +112,7 @@ def _decide(
         tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _route(
     X,
     DOWN,
@@ -157,7 +157,7 @@ def _route(
     _decide(acc, lane, rows, in_rows, is_real, DIFFERENCE, OFFSET, MASK, COUNTS, R, NUM_GROUPS, BLOCK_G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _route_split(
     X,
     DOWN,
