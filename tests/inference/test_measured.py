@@ -228,6 +228,20 @@ def test_prompts_of_int8_rows_take_what_halves_take_until_they_are_measured(tmp_
 
 
 @pytest.mark.usefixtures("on_gpu")
+def test_a_kernel_of_steps_is_chosen_only_for_sizes_that_it_takes(tmp_path: Path) -> None:
+    tuning, eight = TuningTable(tmp_path / "tuning.json"), dataclasses.replace(LLAMA, weights="int8")
+    found = Choice(backend="cuda", median_us=1.0, dense_us=9.0)
+    tuning.store({tuning_key("gemv_k", CPU, gemm_case("down", eight, 1, 0.5)): found})
+    for width, backend in ((4096, "cuda"), (4104, "triton")):
+        sizes = dataclasses.replace(eight, hidden_size=width)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            table = measured_table(sizes, device=CPU, dtype=torch.bfloat16, tuning=tuning)
+        assert table.choice("down", 1).backend == backend
+        assert ["multiple of 64 and outputs of 16" in str(each.message) for each in said] == [True] * (width == 4104)
+
+
+@pytest.mark.usefixtures("on_gpu")
 def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, lacking: dict[str, str]) -> None:
     tuning = _measured(tmp_path)
     rows = Choice(
