@@ -69,6 +69,18 @@ template <class T> static Words load_words(const T* p) {
   memcpy(&v, p, 16);
   return v;
 }
+static unsigned packed(float low, float high) { return as_half(low) | unsigned(as_half(high)) << 16; }
+static unsigned transposed(unsigned two) {
+  static unsigned given[32][32];
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  given[fiber / 32][lane] = two;
+  __syncwarp();
+  const auto half = [&](int row, int column) { return given[fiber / 32][row * 4 + column / 2] >> 16 * (column & 1) & 0xffff; };
+  const unsigned found = half(lane % 4 * 2, lane / 4) | half(lane % 4 * 2 + 1, lane / 4) << 16;
+  __syncwarp();
+  return found;
+}
 #define load_weights load_words
 #define load_row load_words
 #include "kernel.cu"

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.cases.gemv import _INT8_K, _INT8_MN, GEMV_K, GEMV_MN
 from wide.kernels.gemv import _cuda
+from wide.kernels.int8 import hadamard, rotated
 
 FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler of C++ (g++) here")
@@ -56,6 +57,20 @@ def test_products_are_the_reference_s(operator, case, emulated, monkeypatch):
     given = dict(arguments)
     rows = [given.pop(name) for name in ("x", "h") if name in given]
     got = getattr(_cuda, operator.name)(*rows, given.pop("weight"), given.pop("mask"), **given)
+    assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize(("operator", "case"), [(GEMV_MN, _INT8_MN[2]), (GEMV_K, _INT8_K[1])], ids=["mn", "k"])
+def test_rows_are_rotated_as_they_are_read(operator, case, size, emulated, monkeypatch):
+    monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
+    arguments = operator.build(case, torch.device("cpu"))
+    (name, x), *others = arguments.items()
+    rotation = hadamard(size, x)
+    assert len(rotation) == size
+    given = dict(others)
+    got = getattr(_cuda, operator.name)(x, given.pop("weight"), given.pop("mask"), rotation=rotation, **given)
+    arguments[name] = rotated(x, rotation)
     assert operator.compare(arguments, got, operator.reference(**arguments)) <= operator.tolerance[case.dtype]
 
 

@@ -150,13 +150,14 @@ def test_the_product_over_input_groups_fits_and_waits_once_a_step(
 )
 @pytest.mark.parametrize("rows", [1, 16])
 def test_products_of_few_rows_convert_by_bits_and_spill_nothing(rows: int, target: int, kept: Path) -> None:
-    for chosen in ({"SUMS": 1, "HAS_MASK": 1, "GROUP": 128}, {"GATED": 1, "ACTIVATION": 1, "HAS_MASK": 1}):
+    sums, gated = {"SUMS": 1, "HAS_MASK": 1, "GROUP": 128}, {"GATED": 1, "ACTIVATION": 1, "HAS_MASK": 1}
+    for chosen in (sums, gated, sums | {"ROTATES": 64}, gated | {"ROTATES": 16}):
         macros = gemv_cuda.macros(rows, float16=rows > 8, **chosen)
         code, usage = described(cubin(gemv_cuda.SOURCE, kept, architecture=f"sm_{target}", macros=macros))
         used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
         assert used["STACK"] == used["LOCAL"] == 0
-        # Three blocks share a multiprocessor, or two of many rows.
-        assert used["REG"] * 256 * (2 if rows > 8 else 3) <= REGISTERS
+        # Three blocks share a multiprocessor, or two of many rows or rotated ones.
+        assert used["REG"] * 256 * (2 if rows > 8 or "ROTATES" in chosen else 3) <= REGISTERS
         assert "HMMA.16816" in code
         # A conversion instruction takes as long as eight others.
         assert not re.findall(r"I2F\.S(8|16)", code)

@@ -145,6 +145,11 @@ class Backends:
         found = self._find(name)
         return found if isinstance(found, str) else found.needs(device, dtype)
 
+    def takes(self, name: str, option: str) -> bool:
+        """Return whether a backend's function has a parameter."""
+        found = self._find(name)
+        return isinstance(found, Backend) and option in found.takes
+
     def misfit(self, name: str, shape: Shape) -> str | None:
         """Return why a backend does not take a shape, on whatever device, or None; `missing` says if there is none."""
         found = self._find(name)

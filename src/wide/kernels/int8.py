@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from wide.errors import ShapeError
+from wide.kernels.dispatch import Backends
 from wide.kernels.registration import check_tensor
 
 LARGEST = 127
@@ -54,6 +55,18 @@ def rotated(x: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
     if rotation is None:
         return x
     return (x.unflatten(1, (-1, len(rotation))) @ rotation.to(x.dtype)).flatten(1)
+
+
+def turned(
+    backends: Backends, backend: str, x: torch.Tensor, rotation: torch.Tensor | None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return rows and options for a backend: it rotates rows as it reads them, or gets rotated ones."""
+    if rotation is None:
+        return x, {}
+    check_tensor(backends.operator, "rotation", rotation, rotation.dtype, (len(rotation),) * 2)
+    if backends.takes(backend, "rotation"):
+        return x, {"rotation": rotation}
+    return rotated(x, rotation), {}
 
 
 def widened(

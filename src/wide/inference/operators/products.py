@@ -15,7 +15,6 @@ from wide.kernels.device import fixed_backend
 from wide.kernels.gemm_k import gemm_k, gemm_k_rows
 from wide.kernels.gemm_mn import finish_dense, gemm_mn
 from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
-from wide.kernels.int8 import rotated
 from wide.kernels.linear_int8 import MAX_ROWS as MAX_INT8_ROWS
 from wide.kernels.linear_int8 import MAX_WHOLE_ROWS, expand_int8, linear_int8, quantise_rows
 from wide.kernels.linear_int8.op import BACKENDS as INT8_BACKENDS
@@ -75,11 +74,11 @@ class LinearWeights(NamedTuple):
             weight, bias, *_ = self.expanded(x.dtype)
             return functional.linear(x, weight, bias)
         backend = fixed_backend(self.weight.device)
+        given: dict[str, Any] = {"bias": self.bias, "rotation": self.rotation, "backend": backend}
         if x.shape[0] <= MAX_ROWS:
-            x = rotated(x, self.rotation)
-            return gemv_mn(x, self.weight, None, bias=self.bias, scale=self.scale, backend=backend)
+            return gemv_mn(x, self.weight, None, scale=self.scale, **given)
         if not self.quantises(x.shape[0]):
-            return linear_int8(rotated(x, self.rotation), self.weight, self.scale, self.bias, backend=backend)
+            return linear_int8(x, self.weight, self.scale, **given)
         if INT8_BACKENDS.obstacle("cuda", x.device, Int8Shape(x.shape[0], torch.int8, *self.weight.shape)) is None:
             backend = "cuda"
         values, scales = self.in_int8(x, mask)
@@ -102,7 +101,7 @@ class LinearWeights(NamedTuple):
             return self.dense(h, mask)
         if h.shape[0] <= MAX_ROWS:
             how: dict[str, Any] = {"scale": self.scale, "backend": choice.backend, "tile": choice.tile}
-            return gemv_k(rotated(h, self.rotation), self.weight, mask, bias=self.bias, **how)
+            return gemv_k(h, self.weight, mask, bias=self.bias, rotation=self.rotation, **how)
         num_groups = mask.shape[1]
         options: dict[str, Any] = {"group_size": h.shape[1] // num_groups, "bias": self.bias, "backend": choice.backend}
         weight = self.weight if self.int8_rows else self.expanded(h.dtype).weight
@@ -195,7 +194,8 @@ class GatedWeights(NamedTuple):
         if gate.scale is not None:
             options |= {"scale": gate.scale, "up_scale": None if up is None else up.scale}
         if few:
-            return gemv_mn(rotated(x, gate.rotation), gate.weight, mask, zero_skipped=zeroed, **options), None
+            options |= {"zero_skipped": zeroed, "rotation": gate.rotation}
+            return gemv_mn(x, gate.weight, mask, **options), None
         order = reorder(mask, block_m=choice.block_m or BLOCK_M, backend=sorts)
         return gemm_mn(x, gate.weight, order, mask=zeroing, **scales, **options), order
 

@@ -38,7 +38,7 @@ def supports(shape: GemvShape) -> str | None:
 
 def macros(num_rows: int, *, float16: bool, **chosen: int) -> dict[str, int]:
     """Return what is compiled in; what is not named is 0."""
-    names = ("SUMS", "GATED", "ACTIVATION", "HAS_MASK", "ZERO_SKIPPED", "HAS_BIAS", "HAS_UP_BIAS")
+    names = ("SUMS", "GATED", "ACTIVATION", "HAS_MASK", "ZERO_SKIPPED", "HAS_BIAS", "HAS_UP_BIAS", "ROTATES")
     return dict.fromkeys(names, 0) | {"GROUP": PIECE, "FLOAT16": int(float16), "WIDE": int(num_rows > 8)} | chosen
 
 
@@ -61,21 +61,34 @@ def gemv_mn(
     zero_skipped: bool = False,
     scale: torch.Tensor,
     up_scale: torch.Tensor | None = None,
+    rotation: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_mn_reference` of up to 16 rows."""
+    """Run `gemv_mn_reference` of up to 16 rows, rotated."""
     given: dict[str, Any] = {"up_weight": up_weight, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
-    chosen = {"GATED": up_weight is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
+    chosen = {"GATED": up_weight is not None, "ACTIVATION": ACTIVATIONS.index(activation), "ROTATES": _size(rotation)}
     return _run(x, weight, mask, scale, chosen, zero_skipped=zero_skipped and mask is not None, **given)
 
 
 @K_BACKENDS.register("cuda", needs=obstacle, supports=supports)
 def gemv_k(
-    h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor, *, bias: torch.Tensor | None, scale: torch.Tensor
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    rotation: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_k_reference` of up to 16 rows."""
+    """Run `gemv_k_reference` of up to 16 rows, rotated."""
     if mask.shape[1] > _MAX_GROUPS:
         require(f"the kernel in CUDA C++ takes up to {_MAX_GROUPS} groups, got {mask.shape[1]}")
-    return _run(h, weight, mask, scale, {"SUMS": 1, "GROUP": h.shape[1] // mask.shape[1]}, bias=bias)
+    chosen = {"SUMS": 1, "GROUP": h.shape[1] // mask.shape[1], "ROTATES": _size(rotation)}
+    return _run(h, weight, mask, scale, chosen, bias=bias)
+
+
+def _size(rotation: torch.Tensor | None) -> int:
+    """Return the channels of a block, 0 where none is rotated; the kernel knows the entries of `hadamard`."""
+    return 0 if rotation is None else len(rotation)
 
 
 def _run(

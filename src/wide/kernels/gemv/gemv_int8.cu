@@ -6,7 +6,8 @@
 //
 // Compiled for each combination of: SUMS (groups lie along the inputs, else along the channels, or there are none); GATED; ACTIVATION 0
 // none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_MASK, ZERO_SKIPPED, HAS_BIAS, HAS_UP_BIAS; FLOAT16 (else bfloat16); GROUP (channels of a group,
-// where groups lie along the inputs); WIDE (9 to 16 rows). Parameters are described at `gemv_mn` and `gemv_k` in op.py.
+// where groups lie along the inputs); WIDE (9 to 16 rows); ROTATES (rows are multiplied by a Hadamard matrix first, in blocks of 16 or 64
+// channels; 0 = they are not). Parameters are described at `gemv_mn` and `gemv_k` in op.py.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
@@ -68,6 +69,17 @@ __device__ __forceinline__ u16 as_half(float v) {
   asm("cvt.rn." HALF ".f32 %0, %1;" : "=h"(bits) : "f"(v));
   return bits;
 }
+__device__ __forceinline__ u32 packed(float low, float high) {
+  u32 both;
+  asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+// Of 8 x 8 halves, of which lane 4 r + c / 2 holds two of row r, those of column r.
+__device__ __forceinline__ u32 transposed(u32 two) {
+  u32 found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(two));
+  return found;
+}
 __device__ __forceinline__ float exponential(float v) { return __expf(v); }
 #endif
 
@@ -97,7 +109,44 @@ __device__ __forceinline__ float activate(float v) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, WIDE ? 2 : 3)
+// The Hadamard matrix as a fragment: entry (i, j) has the sign of the number of bits that i and j share. Of input 16 a + 4 s + b of a
+// piece, s is the product's turn, and a and b make up its place in the product, the same for rows and columns.
+struct Rotation {
+  u32 of[4];
+  __device__ explicit Rotation(int lane) {
+    constexpr u32 SIZE = FLOAT16 ? (ROTATES == 64 ? 0x3000 : 0x3400) : (ROTATES == 64 ? 0x3E00 : 0x3E80);  // 1/8 or 1/4
+    const int row = lane >> 3, column = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      of[i] = 0;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int shared = ((lane >> 2 & 1) + i % 2 * 2) & (e + i / 2 * 2);
+        const u32 odd = (__popc(shared) + (ROTATES == 64 ? __popc(row & column) : 0)) & 1;
+        if (ROTATES == 64 || row == column) of[i] |= (SIZE | odd << 15) << 16 * e;
+      }
+    }
+  }
+  // A piece of eight rows, as a product reads it.
+  __device__ __forceinline__ void turn(Words (&rows)[2]) const {
+    Words found[2];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      float d[4] = {};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const u32 sign = ((s & k) == 1 || (s & k) == 2) ? 0x80008000u : 0;
+        multiply(d, of[0] ^ sign, of[1] ^ sign, of[2] ^ sign, of[3] ^ sign, rows[k / 2].of[k % 2 * 2], rows[k / 2].of[k % 2 * 2 + 1]);
+      }
+      found[s / 2].of[s % 2 * 2] = transposed(packed(d[0], d[1]));
+      found[s / 2].of[s % 2 * 2 + 1] = transposed(packed(d[2], d[3]));
+    }
+    rows[0] = found[0];
+    rows[1] = found[1];
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(256, WIDE || ROTATES ? 2 : 3)
 gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, const signed char* __restrict__ up_weight, const u16* __restrict__ bias,
           const u16* __restrict__ up_bias, const float* __restrict__ scale, const float* __restrict__ up_scale, const u8* __restrict__ mask, u16* __restrict__ out,
           int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {
@@ -144,6 +193,9 @@ gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, con
   if (GATED) from[PARTS - 1] = up_weight + (long long)(first + inner) * stride_up + begin;
   const int down[2] = {8 * stride_w, 8 * stride_up};
   float total[PARTS * TILES][4] = {};
+#if ROTATES
+  const Rotation rotation(lane);
+#endif
 #pragma unroll 1
   for (int start = warp; start < pieces; start += WARPS * AHEAD) {
     Words weights[AHEAD][PARTS][2];
@@ -175,6 +227,9 @@ gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, con
           rows[t][0] = load_row(p);
           rows[t][1] = load_row(p + 8);
         }
+#if ROTATES
+        rotation.turn(rows[t]);
+#endif
       }
 #pragma unroll
       for (int s = 0; s < 4; ++s)

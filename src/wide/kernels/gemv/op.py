@@ -9,6 +9,7 @@ from wide.errors import ShapeError
 from wide.kernels.dispatch import Backends
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
 from wide.kernels.gemv.reference import gemv_k_reference, gemv_mn_reference
+from wide.kernels.int8 import turned
 from wide.kernels.registration import check_tensor, operator
 
 MAX_ROWS = 4
@@ -49,6 +50,7 @@ def gemv_mn(
     zero_skipped: bool = False,
     scale: torch.Tensor | None = None,
     up_scale: torch.Tensor | None = None,
+    rotation: torch.Tensor | None = None,
     backend: str,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -65,6 +67,7 @@ def gemv_mn(
         zero_skipped: Whether skipped channels hold zeros; otherwise they are unspecified memory.
         scale: Of int8 weights, float32 [N].
         up_scale: Of int8 weights of gated FFNs, float32 [N].
+        rotation: What blocks of channels of `x` are multiplied by first (`hadamard`).
         tile: The backend's own, such as `GemvTile`; None takes a default for the device.
 
     Returns:
@@ -85,7 +88,8 @@ def gemv_mn(
     if scale is not None:
         options |= {"scale": scale, "up_scale": up_scale}
     shape = GemvShape(x.dtype, x.shape[1], weight.shape[0] // (1 if mask is None else mask.shape[1]), scale is not None)
-    return MN_BACKENDS.run(backend, x.device, shape, x, weight, mask, tile=tile, **options)
+    x, turn = turned(MN_BACKENDS, backend, x, rotation)
+    return MN_BACKENDS.run(backend, x.device, shape, x, weight, mask, tile=tile, **options, **turn)
 
 
 @operator(lambda h, weight: h.new_empty((h.shape[0], weight.shape[0])))
@@ -96,6 +100,7 @@ def gemv_k(
     *,
     bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    rotation: torch.Tensor | None = None,
     backend: str,
     tile: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -107,6 +112,7 @@ def gemv_k(
         mask: True = execute, bool [M, N_G] with N_G * G = K.
         bias: [N], contiguous; added to every row.
         scale: Of int8 weights, float32 [N].
+        rotation: As in `gemv_mn`; a block stays in its group.
         tile: The backend's own, such as `GemvTile`; None takes a default for the device.
 
     Returns:
@@ -118,7 +124,8 @@ def gemv_k(
     check_tensor("gemv_k", "bias", bias, h.dtype, (width,))
     shape = GemvShape(h.dtype, h.shape[1] // mask.shape[1], width, scale is not None)
     options = {} if scale is None else {"scale": scale}
-    return K_BACKENDS.run(backend, h.device, shape, h, weight, mask, bias=bias, tile=tile, **options)
+    h, turn = turned(K_BACKENDS, backend, h, rotation)
+    return K_BACKENDS.run(backend, h.device, shape, h, weight, mask, bias=bias, tile=tile, **options, **turn)
 
 
 def _check_weight(

@@ -37,8 +37,9 @@ def linear_int8(
     bias: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    rotation: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `linear_int8_reference`."""
     if x_scale is None:
-        return gemv.gemv_mn(x, weight, None, bias=bias, scale=scale)
+        return gemv.gemv_mn(x, weight, None, bias=bias, scale=scale, rotation=rotation)
     return multiply(x, weight, None, bias=bias, x_scale=x_scale, scale=scale, dtype=dtype)

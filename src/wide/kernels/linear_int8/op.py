@@ -6,7 +6,7 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.dispatch import AnyShape, Backends
-from wide.kernels.int8 import int8_options
+from wide.kernels.int8 import int8_options, turned
 from wide.kernels.linear_int8.reference import (
     expand_int8_reference,
     linear_int8_reference,
@@ -53,6 +53,7 @@ def linear_int8(
     bias: torch.Tensor | None = None,
     *,
     x_scale: torch.Tensor | None = None,
+    rotation: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     backend: str,
 ) -> torch.Tensor:
@@ -64,6 +65,7 @@ def linear_int8(
         scale: float32 [N].
         bias: [N].
         x_scale: Of int8 rows, float32 [M]; sums are then exact (`quantise_rows`).
+        rotation: What blocks of channels of other rows are multiplied by first (`hadamard`).
         dtype: Of the result and the bias of int8 rows.
 
     Returns:
@@ -81,9 +83,9 @@ def linear_int8(
     check_tensor("linear_int8", "bias", bias, dtype or x.dtype, (width,))
     options = int8_options("linear_int8", x, weight, x_scale, scale if x.dtype == torch.int8 else None, dtype)
     options.pop("scale", None)
-    return BACKENDS.run(
-        backend, x.device, Int8Shape(x.shape[0], x.dtype, width, x.shape[1]), x, weight, scale, bias=bias, **options
-    )
+    x, turn = turned(BACKENDS, backend, x, rotation)
+    shape = Int8Shape(x.shape[0], x.dtype, width, x.shape[1])
+    return BACKENDS.run(backend, x.device, shape, x, weight, scale, bias=bias, **options, **turn)
 
 
 @operator(lambda x: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)))
