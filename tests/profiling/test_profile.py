@@ -1,5 +1,6 @@
 """Profiles of whole models: gates at the sizes that are claimed, random routers' shares, and calls on the host."""
 
+import contextlib
 import itertools
 import json
 import warnings
@@ -403,4 +404,10 @@ def test_a_batch_agrees_up_to_ties(monkeypatch):
 
     for step, share in ((1, 1.0), (2, 1.0), (3, 0.0)):
         monkeypatch.setattr(calls, "generate_us", answers(step))
-        assert calls.batch_agreement(Model(), 80, 6, least=2.0) == {"generate": share}
+        monkeypatch.setattr(calls, "_batching", lambda *_: contextlib.nullcontext())
+
+        def batch(_, prompts, new):
+            return (0, [[*range(ids[-1] + 1, ids[-1] + 1 + new)] for ids in prompts])
+
+        monkeypatch.setattr(calls, "_batch", batch)
+        assert calls.batch_agreement(Model(), 80, 6) == {"generate": share, "generate_batch": 1.0}

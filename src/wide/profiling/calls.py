@@ -248,7 +248,7 @@ def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) ->
 
 
 @torch.no_grad()
-def batch_agreement(model: Any, prompt: int, new: int, *, least: float = 0.0) -> dict[str, float]:
+def batch_agreement(model: Any, prompt: int, new: int) -> dict[str, float]:
     """Return how often `model(...)` prefers the tokens of `generate()`, and those of a batch, after what came before.
 
     It reads a prompt, then token by token, since int8 rounds prompts and steps in different ways. Tokens that tie with
@@ -257,7 +257,6 @@ def batch_agreement(model: Any, prompt: int, new: int, *, least: float = 0.0) ->
     Args:
         model: Optimised.
         prompt: Tokens of each of three ragged prompts, at most.
-        least: Where `generate()` agrees less often, no batch runs, and the share of `generate_batch` is left out.
     """
     generator = torch.Generator().manual_seed(3)
     lengths = [max(1, prompt - 37 * row) for row in range(3)]
@@ -278,11 +277,9 @@ def batch_agreement(model: Any, prompt: int, new: int, *, least: float = 0.0) ->
         return statistics.mean(shares)
 
     given = [torch.tensor([ids], device=model.device) for ids in prompts]
-    found = {"generate": preferred([generate_us(model, ids, new)[2][0, ids.shape[1] :].tolist() for ids in given])}
-    if found["generate"] >= least:
-        with _batching(model, len(prompts), prompt, new) as manager:
-            found["generate_batch"] = preferred(_batch(manager, prompts, new)[1])
-    return found
+    alone = preferred([generate_us(model, ids, new)[2][0, ids.shape[1] :].tolist() for ids in given])
+    with _batching(model, len(prompts), prompt, new) as manager:
+        return {"generate": alone, "generate_batch": preferred(_batch(manager, prompts, new)[1])}
 
 
 def captured_race(
