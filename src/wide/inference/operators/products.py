@@ -74,8 +74,11 @@ class LinearWeights(NamedTuple):
             weight, bias, *_ = self.expanded(x.dtype)
             return functional.linear(x, weight, bias)
         backend = fixed_backend(self.weight.device)
+        shape = Int8Shape(x.shape[0], x.dtype, *self.weight.shape)
+        if INT8_BACKENDS.obstacle("cuda", x.device, shape) is None:
+            backend = "cuda"
         given: dict[str, Any] = {"bias": self.bias, "rotation": self.rotation, "backend": backend}
-        if x.shape[0] <= MAX_ROWS:
+        if x.shape[0] <= MAX_ROWS and backend != "cuda":
             return gemv_mn(x, self.weight, None, scale=self.scale, **given)
         if not self.quantises(x.shape[0]):
             return linear_int8(x, self.weight, self.scale, **given)
