@@ -1,6 +1,7 @@
 """Hugging Face's own tools open wide's checkpoints in a process that has imported wide, and nothing else of it."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from families import make, tokens
 from materialise_plans import width_plan
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import wide
+from wide.errors import AdapterError
 from wide.materialisation.materialise import materialise
+from wide.models.attach import attachment
+from wide.models.files import SUMS
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,25 @@ def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wi
     template, last = of_server
     assert template
     assert torch.equal(torch.tensor(last), logits[0, -1])
+
+
+def test_a_configuration_alone_gives_a_model_of_new_weights(checkpoint):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint[0]))
+    assert type(model).__name__ == "WideLlamaForCausalLM"
+    routers = attachment(model).routers()
+    assert all(parameter.std() > 0 for router in routers for parameter in router.parameters())
+    assert 0 < model.model.embed_tokens.weight.std() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), [("config.json", "is no checkpoint"), ("model.safetensors", "copy it again")]
+)
+def test_a_damaged_checkpoint_is_refused_in_words(checkpoint, damage, words, tmp_path):
+    folder = shutil.copytree(checkpoint[0], tmp_path / "cut")
+    (folder / SUMS).unlink()
+    (folder / damage).write_bytes((folder / damage).read_bytes()[:99])
+    with pytest.raises(AdapterError, match=words):
+        wide.load_checkpoint(folder)
 
 
 def test_a_pipeline_continues_text(checkpoint):

@@ -76,6 +76,8 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(finished, tiny_model_fo
     assert "stage 2: 2 steps" in text
     assert text.endswith("nothing was written\n")
     assert not list(tmp_path.iterdir())
+    assert main(["prune", *named, *SHORT, "--ffn_grouping=clustered", "--start_tokens=64", "--dry_run"]) == 0
+    assert re.search(r"in all   about .*: clustering 0:00:\d\d, training ", capsys.readouterr().out)
     # What a run refuses, a dry run refuses, too.
     assert main(["prune", *named, *SHORT, "--ffn_group_size=15", "--dry_run"]) == 1
     assert "ffn_group_size 15 does not divide" in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """`wide bench` and `wide profile`: what they hand to the benches, and what they refuse."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from wide.cli import profile
+from wide.cli import profile, tune
 from wide.cli.main import main
 from wide.errors import EvaluationError
 
@@ -112,3 +114,24 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(profiled, tmp_path, 
     told = capsys.readouterr().out
     assert "[2/3] tyr-0.5-seed17: timed before" in told
     assert "no kernel fits" in told
+
+
+def test_tune_measures_a_model_and_names_what_it_left_out(monkeypatch, tiny_model_folder, tmp_path, capsys):
+    given = {}
+
+    def tune_layers(layers, **options):
+        options["progress"](SimpleNamespace(done=1, total=2, name="down", verdict="dense"))
+        given.update(options, layers=layers)
+        return SimpleNamespace(left_out=["up at 4096 rows"], choices=[1, 2], num_sparse=1)
+
+    monkeypatch.setattr(tune, "require_gpu", lambda command: None)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("wide.inference.choice.tuning.tune.tune_layers", tune_layers)
+    own = ["--ffn_group_size=16", "--rows=1,64", "--executed=0.3,0.7", "--seconds=5"]
+    tune.run([f"--model={tiny_model_folder}", f"--output={tmp_path / 'own.json'}", *own])
+    assert (given["rows"], given["executed"], given["seconds"]) == ([1, 64], (0.3, 0.7), 5.0)
+    assert given["layers"][0].sizes.ffn_groups == 4
+    told = capsys.readouterr().out
+    assert "[1/2] down: dense" in told
+    assert "5 s have passed; not measured, so dense: up at 4096 rows" in told
+    assert f"{tmp_path / 'own.json'}: 2 choices of which 1 skip" in told

@@ -36,6 +36,7 @@ def test_rates_are_those_of_the_masks_without_padding(attached_model):
         counts = torch.bincount(kept.sum(1).long(), minlength=mask.shape[-1] + 1)
         assert half.by_count == pytest.approx((counts / counts.sum()).tolist())
     assert json.loads(json.dumps(stats.to_json()))["tokens"] == stats.tokens
+    assert f"of {stats.tokens} tokens, {stats.sparsity.mean:.1%} of the groups skipped" in repr(stats)
 
 
 def test_what_padding_on_the_left_holds_does_not_matter(attached_model):

@@ -548,11 +548,12 @@ def test_caches_are_copied_emptied_and_kept_on_disk(tmp_path):
     optimize(model, backend="torch")
     with torch.no_grad():
         cache = model(ids).past_key_values
-        twin = copy.deepcopy(cache)
+        twin, shallow = copy.deepcopy(cache), copy.copy(copy.copy(cache))
         torch.save(cache, tmp_path / "cache")
         read = torch.load(tmp_path / "cache", weights_only=False)
         wanted = model(ids[:, :2], past_key_values=cache).logits
-        for other in (twin, read):
+        for other in (twin, shallow, read):
+            assert repr(other) == "EngineCache(tokens=12, layers=2)"
             torch.testing.assert_close(model(ids[:, :2], past_key_values=other).logits, wanted, **CLOSE)
         cache.crop(-14)
         assert cache.get_seq_length() == 0

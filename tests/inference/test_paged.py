@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import make, tokens
+from families import make, stirred, tokens
 from tables import fixed
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
@@ -61,7 +61,7 @@ def _never(*_args, **_options):
     ],
 )
 def test_tokens_are_those_of_the_masked_model(family, changes, monkeypatch):
-    model = attach(make(family, **changes), CONFIG)
+    model = attach(stirred(make(family, **changes)), CONFIG)
     wanted = [_alone(model, prompt) for prompt in PROMPTS]
     before = model.config._attn_implementation
     optimize(model, table=SMALL)
@@ -91,6 +91,17 @@ def test_without_routing_it_is_the_dense_model():
             assert _batch(model) == wanted
         assert _batch(model) != wanted
         optimize(model, table=SMALL) if attachment(model).engine is None else None
+
+
+def test_what_the_engine_does_not_take_runs_masked_and_says_so(monkeypatch):
+    # Triton's interpreter would take ten seconds.
+    monkeypatch.setattr(batching, "half_obstacle", lambda *_: "slow")
+    model = attach(stirred(make("llama")), CONFIG)
+    wanted = [_alone(model, prompt) for prompt in PROMPTS]
+    optimize(model, table=SMALL)
+    model.config.output_hidden_states = True
+    with pytest.warns(UserWarning, match="output_hidden_states= does not run through the engine"):
+        assert _batch(model) == wanted
 
 
 def test_requests_come_and_go():

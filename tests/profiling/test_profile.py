@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from wide.config import WideConfig
+from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, EvaluationError
 from wide.inference.engine.decoder import Decoder
 from wide.inference.operators.table import OperatorTable
+from wide.models.adapter import save
 from wide.models.attach import attach, attachment
+from wide.models.lora import add_lora
+from wide.models.pretrained import load_pretrained
 from wide.models.router import Router
 from wide.profiling import calls, correctness, profile
 from wide.profiling.calls import AS_LOADED, DENSE, Candidate, generate_us, race_calls
@@ -316,6 +320,23 @@ def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_pa
         green, found, _ = _profiled(tmp_path, **options)
         assert not green
         assert "batched" not in found
+
+
+def test_prompts_of_a_text_differ_and_an_adapter_runs_merged(tiny_model_folder, tmp_path):
+    model = attach(load_pretrained(str(tiny_model_folder)), WideConfig(ffn_group_size=16, router_rank=2))
+    add_lora(model, rank=2)
+    save(model, tmp_path / "adapter")
+    named = {"model": str(tiny_model_folder), "adapter": str(tmp_path / "adapter"), "text": str(tmp_path / "text")}
+    job = profile._Job(options=ProfileOptions(**named, prompt="24", batch="1,2"), device=CPU, backend="torch")
+    found = job.routed_model(job.dense_model())
+    assert attachment(found).lora.merged
+    (tmp_path / "text").write_text("One text that is longer than a prompt and shorter than two of them.")
+    first, second = job.tokens(found).tolist()
+    assert first == load_tokenizer(tiny_model_folder)((tmp_path / "text").read_text())["input_ids"][:24]
+    assert first != second
+    (tmp_path / "text").write_text(" \n")
+    with pytest.raises(ConfigError, match="holds no text"):
+        job.tokens(found)
 
 
 def test_sessions_of_batches_take_turns(monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import RandomSource, batch, dense_model, routed_model
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import wide
@@ -25,6 +26,13 @@ def examples(count=64):
     return [
         {"input_ids": row, "labels": row.clone().index_fill(0, torch.arange(8), IGNORED)} for row in torch.cat(rows)
     ]
+
+
+class Stream(IterableDataset):
+    """The examples as a stream, whose length is not known."""
+
+    def __iter__(self):
+        return iter(examples())
 
 
 def trainer_of(model, folder, callback, **changes):
@@ -177,6 +185,11 @@ def test_the_last_step_of_an_epoch_has_the_whole_sparsity_term_in_fewer_forwards
     trainer.train_dataset = rows
     trainer.train()
     assert found == [3, 3, 3, 1] * 2
+    found.clear()
+    trainer = trainer_of(routed_model(), tmp_path, Noted(0.5), **changes)
+    trainer.train_dataset = Stream()
+    trainer.train()
+    assert found == [3] * 12
 
 
 def test_checkpoints_of_a_peft_model_have_the_routers_beside_lora(tmp_path):

@@ -148,6 +148,8 @@ class _Job:
         batch, count = max(options.batches), max(options.prompts)
         if options.text is not None and options.model is not None:
             text = Path(options.text).read_text(encoding="utf-8")
+            if not text.strip():
+                raise ConfigError(f"{options.text} holds no text to make prompts of")
             ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=self.device)
             # Sequences that are alike would skip alike, which batches do not.
             starts = torch.arange(batch, device=self.device) * max(1, ids.numel() // batch)
