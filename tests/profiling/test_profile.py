@@ -41,10 +41,15 @@ def model(monkeypatch):
     return attach(made, WideConfig(ffn_group_size=16, router_rank=4))
 
 
-@pytest.mark.parametrize("length", [1, 3, 40, 400])
-def test_the_gate_is_green_for_the_decoder_and_red_for_another_model(model, length):
+@pytest.mark.parametrize(("length", "trained"), [(1, False), (3, True), (40, True), (400, False)])
+def test_the_gate_is_green_for_the_decoder_and_red_for_another_model(model, length, trained):
     decoder = Decoder(model, max_length=length + 8, tables=[OperatorTable.fixed("torch")] * 2)
-    wanted = reference(model, torch.randint(0, 64, (1, length)))
+    wanted = reference(model, torch.randint(0, 64, (1, length)), trained=trained)
+    masks = [mask[0] for layer in wanted.masks for mask in layer]
+    decided = [mask for layer in wanted.decisions for mask in layer]
+    assert all(map(torch.equal, masks, decided)) == trained
+    # Nothing else tells the two outputs of the masked model apart.
+    assert torch.equal(wanted.masked, wanted.own) == trained
     found = check_decoder(decoder, wanted)
     assert found["green"]
     assert found["tokens"] == length
@@ -378,9 +383,9 @@ def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
 def test_every_batch_that_is_timed_has_a_gate_of_its_own(monkeypatch, tmp_path):
     batches, check = [], profile.check_batch
 
-    def red_at_three(model, decoder, ids):
+    def red_at_three(model, decoder, ids, **how):
         batches.append(len(ids))
-        return check(model, decoder, ids) | {"green": len(ids) != 3}
+        return check(model, decoder, ids, **how) | {"green": len(ids) != 3}
 
     monkeypatch.setattr(profile, "check_batch", red_at_three)
     green, found, _ = _profiled(tmp_path, generate=2, batch="1,2,3")
@@ -404,7 +409,7 @@ def test_routers_of_an_adapter_stay_as_they_are(model, monkeypatch, tmp_path):
 
     monkeypatch.setattr(profile, "optimize", noting)
     given = {"model": str(tmp_path / "base"), "adapter": str(tmp_path / "run/adapter"), "shape": None}
-    found = _profiled(tmp_path, **given, ffn_group_size=None, generate=2)[1]
+    found = _profiled(tmp_path, **given, ffn_group_size=None, generate=2, batch="1,2")[1]
     assert set(thresholds) == {0.0}
     own = [record for record in found["records"] if record["candidate"] == "own routing"]
     assert own

@@ -4,7 +4,7 @@ Gates run at the sizes that are claimed, where the tables choose the kernels tha
 operator and which kernels ran. Logits are compared at some places of the prompt, its last ones among them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -45,7 +45,7 @@ class Reference:
         ids: The prompt, [1, T].
         at: Places where logits are compared, int64.
         dense: Logits at these places with nothing skipped, [places, V].
-        masks: Independent masks of 50 % for each layer's attention and FFN, bool [1, T, N_G].
+        masks: Masks of each layer's attention and FFN, bool [1, T, N_G]: independent ones of 50 %, or the decisions.
         masked: Logits under these masks.
         own: Logits with the routers deciding.
         decisions: Their masks, bool [T, N_G].
@@ -64,15 +64,19 @@ class Reference:
 
 
 @torch.no_grad()
-def reference(model: Any, ids: Tensor, *, by_layer: bool = False) -> Reference:
+def reference(model: Any, ids: Tensor, *, trained: bool = False, by_layer: bool = False) -> Reference:
     """Return what an attached model computes masked of a prompt [1, T]; not through the engine.
 
     Args:
+        trained: Whether the routers' decisions are the masks. Random ones break a trained model, which then makes much
+            of rounding: 10 times what the dense model does, and under its own decisions less than that.
         by_layer: Whether layers are to be compared one by one, as where rows are rounded to int8: values near the
             middle of two fall either way, and many layers make much of that.
     """
     at = places(ids.shape[1], ids.device)
-    routing = _half_masks(model, ids)
+    with capture_routing(model) as decisions:
+        own = _logits(model, ids, at)
+    routing = list(decisions) if trained else _half_masks(model, ids)
     with bypass(model):
         dense = _logits(model, ids, at)
         states = [_states(model, ids)] if by_layer else []
@@ -82,8 +86,6 @@ def reference(model: Any, ids: Tensor, *, by_layer: bool = False) -> Reference:
         # Masks that are forced are used up by a forward.
         with force_routing(model, routing):
             states.append(_states(model, ids))
-    with capture_routing(model) as decisions:
-        own = _logits(model, ids, at)
     return Reference(
         ids=ids,
         at=at,
@@ -217,20 +219,26 @@ def _stepped(decoder: Decoder, ids: Tensor, masks: LayerMasks) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def check_batch(model: Any, decoder: Decoder, ids: Tensor) -> Gate:
+def check_batch(model: Any, decoder: Decoder, ids: Tensor, *, trained: bool = False) -> Gate:
     """Compare sequences that run at once with some of them alone, which `check_decoder` compares with the masked model.
 
     Args:
         model: The attached model of the decoder.
         decoder: By its own tables, which choose operators for as many rows as there are sequences in a step.
         ids: Prompts that differ, [B, T]; of each some tokens run, the last of them as steps.
+        trained: As for `reference`.
 
     Returns:
         The greatest relative error of a sequence's logits under the same masks, operators and kernels of a step, and
         `green`.
     """
     ids = ids[:, :_BATCH_TOKENS]
-    masks: LayerMasks = [(layer.attention, layer.ffn) for layer in _half_masks(model, ids)]
+    routing: Sequence[LayerRouting] = _half_masks(model, ids)
+    if trained:
+        with capture_routing(model) as decisions:
+            model(ids, use_cache=False, logits_to_keep=1)
+        routing = list(decisions)
+    masks: LayerMasks = [(layer.attention, layer.ffn) for layer in routing]
     together, kernels = _stepped(decoder, ids, masks)
     errors = []
     for row in torch.linspace(0, len(ids) - 1, min(_ALONE, len(ids))).long().tolist():

@@ -306,7 +306,12 @@ class _Routed:
         before = torch.cuda.memory_allocated()
         # Masked, and already with the weights that the engine has.
         with standing_in(self.model, partial(type(self.model).forward, self.model)):
-            known = reference(self.model, self.prompt, by_layer=self.options.weights == "w8a8")
+            known = reference(
+                self.model,
+                self.prompt,
+                trained=self.options.adapter is not None,
+                by_layer=self.options.weights == "w8a8",
+            )
         held = torch.cuda.memory_allocated() - before
         torch.cuda.empty_cache()
         reset_peak()
@@ -341,7 +346,8 @@ class _Routed:
         if (decoder.tables, batch) in self.checked:
             return True
         self.checked.add((decoder.tables, batch))
-        gate = check_batch(self.model, decoder, self.tokens[:batch, : self.options.prompts[0]])
+        ids = self.tokens[:batch, : self.options.prompts[0]]
+        gate = check_batch(self.model, decoder, ids, trained=self.options.adapter is not None)
         torch.cuda.empty_cache()
         return self.report.begin("batch_gate", gate, {})
 
