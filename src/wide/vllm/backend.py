@@ -1,6 +1,8 @@
 """What vLLM's Transformers backend serves: other families, masked and no faster than dense, and static checkpoints."""
 
 import logging
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from wide.models.gates import GATHER_NAME, input_of
 from wide.models.pretrained import PRUNED_PREFIX
 from wide.plan import Routed
 from wide.vllm.int8 import quantise_linears
-from wide.vllm.limits import heads_left, read_pruning, read_shape, read_weights
+from wide.vllm.limits import heads_left, padded_channels, read_pruning, read_shape, read_weights
 from wide.vllm.sublayers import Router, cleared
 from wide.vllm.tally import Reporting, Tally
 
@@ -79,8 +81,12 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
     supports_pp = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        config = vllm_config.model_config.hf_config
-        self.__dict__["shape"] = read_shape(config)
+        config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+        shape = read_shape(config)
+        channels = [(layer.channels, padded_channels(layer, ranks)) for layer in shape.layers]
+        layers = tuple(replace(layer, channels=wide) for layer, (_, wide) in zip(shape.layers, channels, strict=True))
+        # Before the model is a module.
+        vars(self).update(shape=replace(shape, layers=layers), channels=channels, padded={})
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         quantise_linears(self, read_weights(config))
@@ -88,6 +94,13 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
 
     def _create_hf_to_vllm_mapper(self) -> None:
         # The first thing that the backend does with its model, whose layers are still those of transformers.
+        names = {module: name for name, module in self.model.named_modules()}
+        for block, sizes in zip(discover(self.model), self.channels, strict=True):
+            for half, spec in block.sublayers():
+                if half == "ffn" and sizes[0] != sizes[1]:
+                    *first, last = (names[linear] for linear in spec.linears())
+                    self.padded |= {f"{name}.{part}": (0, *sizes) for name in first for part in ("weight", "bias")}
+                    self.padded[f"{last}.weight"] = (1, *sizes)
         with torch.device("meta"):
             cut_empty(self.model, self.shape)
         if any(name.endswith(GATHER_NAME) for name, _ in self.model.named_modules()):
@@ -96,6 +109,14 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
                 "KV groups"
             )
         super()._create_hf_to_vllm_mapper()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load them, with channels of zeros where ranks would have different numbers of channels."""
+        prefix = f"{self.model.base_model_prefix}."
+        sizes = ((name, tensor, self.padded.get(name.removeprefix(prefix))) for name, tensor in weights)
+        return super().load_weights(  # type: ignore[no-any-return]
+            (name, tensor if found is None else with_zeros(tensor, *found)) for name, tensor, found in sizes
+        )
 
     def create_attention_instances(self) -> dict[int, Any]:
         """Return vLLM's attentions by layer, with the numbers of heads that are left; none where none is."""
@@ -115,3 +136,10 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
                 prefix=f"{index}.attn",
             )
         return found
+
+
+def with_zeros(tensor: Tensor, dim: int, channels: int, padded: int) -> Tensor:
+    """Return weights or biases with zeros behind the channels of one dimension, each time that it has all of them."""
+    parts = tensor.unflatten(dim, (-1, channels))
+    zeros = parts.new_zeros(*parts.shape[: dim + 1], padded - channels, *parts.shape[dim + 2 :])
+    return torch.cat((parts, zeros), dim + 1).flatten(dim, dim + 1)

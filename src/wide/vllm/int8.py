@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, QKVParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
@@ -19,19 +20,20 @@ _FFN = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def quantise_linears(model: nn.Module, form: str) -> None:
-    """Have the linear layers of a model keep int8 weights as soon as they have been read, or drawn.
+    """Have the linear layers of a model and its head keep int8 weights as soon as they have been read, or drawn.
 
     Args:
         form: One of `WEIGHTS`; 'model' changes nothing.
     """
     if form == "model":
         return
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    kinds = LinearBase | ParallelLMHead
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     saved = _Saved(len(layers), form)
     groups = {m.down_proj: m.wide_router.num_groups for m in model.modules() if isinstance(m, FeedForward)}
     for name, layer in layers.items():
         reads_heads = isinstance(layer, QKVParallelLinear) or name.endswith(_QUERIES_KEYS_VALUES)
-        rounds = form == "w8a8" and not reads_heads
+        rounds = form == "w8a8" and not reads_heads and isinstance(layer, LinearBase)
         # As the engine does; a block stays in its group.
         parts = groups.get(layer, 1) if rounds and name.endswith(_FFN) else None
         layer.quant_method = _Int8(name, saved, int8_rows=rounds, parts=parts)

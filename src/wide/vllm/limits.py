@@ -7,7 +7,7 @@ from typing import Any
 from wide.errors import ConfigError, UnsupportedModelError
 from wide.inference.reading.quantising import WEIGHTS
 from wide.kernels.device import HALF
-from wide.materialisation.shape import ModelShape
+from wide.materialisation.shape import LayerShape, ModelShape
 from wide.models.adapter import check_config
 from wide.models.pretrained import PRUNED_PREFIX
 from wide.models.thresholds import threshold_of
@@ -235,8 +235,9 @@ def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
             "use `wide generate`, or prune channels and whole sublayers"
         )
     for index, layer in enumerate(shape.layers):
-        sizes = {"query heads": left.get(index, whole)[0], "KV heads": left.get(index, whole)[1]}
-        if isinstance(layer.channels, int):
+        sizes = dict(zip(("query heads", "KV heads"), left.get(index, whole), strict=True))
+        padded = padded_channels(layer, ranks)
+        if isinstance(padded, int) and padded > config.intermediate_size:
             sizes["channels"] = layer.channels
         for name, size in sizes.items():
             if size % ranks:
@@ -245,3 +246,8 @@ def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
                     f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}; "
                     f"sizes that do: {fitting[:12]}"
                 )
+
+
+def padded_channels(layer: LayerShape, ranks: int) -> Any:
+    """Return the channels of a layer, where they are numbered with those of zeros that make ranks equal."""
+    return layer.channels if not isinstance(layer.channels, int) else -(-layer.channels // ranks) * ranks

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from wide.vllm.sublayers import Attention, FeedForward, scale_of
 
+# Rows of logits that are run: more of them run the same, and take much memory.
+_MOST_LOGITS = 512
 _LOGGER = logging.getLogger("vllm.wide")
 
 
@@ -24,12 +27,13 @@ def warm(model: nn.Module, most_rows: int) -> None:
     for module in model.modules():
         if isinstance(module, FeedForward | Attention) and module.skips and module.decides:
             kinds.setdefault(module.kind, module)
-        elif isinstance(module, LinearBase) and scale_of(module) is not None and module.weight.is_cuda:
+        elif isinstance(module, LinearBase | ParallelLMHead) and scale_of(module) is not None and module.weight.is_cuda:
             kinds.setdefault((module.weight.shape, module.bias is None, type(module)), module)
     try:
         for rows in rows_to_run(most_rows):
             for module in kinds.values():
-                run(module, rows)
+                if rows <= _MOST_LOGITS or not isinstance(module, ParallelLMHead):
+                    run(module, rows)
     except Exception as error:
         # Requests may do without: they compile what they need.
         _LOGGER.warning("wide could not run its kernels before the first request: %s: %s", type(error).__name__, error)
@@ -52,7 +56,7 @@ def rows_to_run(most: int) -> list[int]:
 def run(module: Any, rows: int) -> None:
     """Run a layer's operators for some rows."""
     weight: Tensor = (getattr(module, "qkv_proj", None) or getattr(module, "gate_up_proj", module)).weight
-    linear = isinstance(module, LinearBase)
+    linear = isinstance(module, LinearBase | ParallelLMHead)
     dtype = module.params_dtype if linear else module.wide_router.dtype
     x = torch.randn(rows, weight.shape[1], dtype=dtype, device=weight.device)
     padding = torch.zeros(rows, dtype=torch.bool, device=weight.device)
