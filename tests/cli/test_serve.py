@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, GenerationConfig
 
 import wide
@@ -421,6 +422,35 @@ def test_a_refusal_names_option_value_and_wish(body, words, base):
     said = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert said.status_code == 400
     assert words in said.json()["error"]["message"]
+
+
+def test_what_a_tokenizer_cannot_do_is_said(base):
+    base[1].chat_template = None
+    base[1]._tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    client, _ = in_process(*base)
+    chat = client.post("/v1/chat/completions", json={"messages": HELLO})
+    assert (chat.status_code, "has no chat template; ask /v1/completions" in chat.text) == (400, True)
+    assert "the prompt has no tokens; give some text" in completed(client, prompt="")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA"), 503, "the memory is full; ask with a shorter prompt"),
+        (RuntimeError("broken"), 500, "the server has failed: RuntimeError: broken"),
+    ],
+)
+def test_what_fails_is_said_and_the_next_request_is_served(base, error, status, words, streams):
+    def fail(*_):
+        raise error
+
+    client, _ = in_process(*base)
+    failing = base[0].register_forward_pre_hook(fail)
+    said = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "stream": streams})
+    assert (said.status_code, words in said.text) == (200 if streams else status, True), said.text
+    failing.remove()
+    assert completed(client, max_tokens=1, temperature=0)
 
 
 def test_who_may_ask_under_which_names_and_how_many(base):

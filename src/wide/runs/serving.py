@@ -87,7 +87,7 @@ class _Model:
             if "streamer" not in given or isinstance(error, EndedError) or type(error).__module__.startswith(_CLI):
                 raise
             # The words of a stream's error are put into JSON as they are.
-            raise RuntimeError(json.dumps(f"{type(error).__name__}: {error}")[1:-1]) from error
+            raise RuntimeError(json.dumps(_failure(error)[1])[1:-1]) from error
 
 
 class _Tokenizer:
@@ -238,9 +238,14 @@ async def _in_words(request: Request, error: Exception) -> AnyResponse:
         return refusal(400, str(error))
     if isinstance(error, (EndedError, CBWorkerDeadError)):
         return refusal(503, str(error))
+    return refusal(*_failure(error))
+
+
+def _failure(error: Exception) -> tuple[int, str]:
+    """Return the status of what nobody foresaw, and what a client is told, in a stream and elsewhere."""
     if isinstance(error, torch.OutOfMemoryError):
-        return refusal(503, "the memory is full; ask with a shorter prompt or for fewer tokens")
-    return refusal(500, f"the server has failed: {type(error).__name__}: {error}")
+        return 503, "the memory is full; ask with a shorter prompt or for fewer tokens"
+    return 500, f"the server has failed: {type(error).__name__}: {error}"
 
 
 class _Server(uvicorn.Server):
