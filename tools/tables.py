@@ -118,14 +118,13 @@ def real() -> Table:
             (study("smollm2-135m")[name], Cell(method, target, 17).subject(recovered=lora))
             for name, lora in ((run, False), (adapted_run, True))
         )
-        work = bare[0].number(bare[1], _WORK) or 0.0
-        lines.append((title, f"{100 * work:.1f}", *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
-    titles = ("perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %", "without BoolQ, %")
-    return Table(header=("", "work skipped, %", *titles), rows=tuple(lines))
+        lines.append((title, *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
+    header = ("", "perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %", "without BoolQ, %")
+    return Table(header=header, rows=tuple(lines))
 
 
 def real_short() -> Table:
-    """Return the main rows of both public models: the smaller one with LoRA, the larger one without."""
+    """Return the main rows of both public models: the smaller one with LoRA, of the larger one `fitted-50` too."""
     header = (
         "half of the work",
         "135 M, LoRA: perplexity",
@@ -135,19 +134,33 @@ def real_short() -> Table:
         "accuracy, %",
     )
     smaller, larger = ({row[0]: row for row in table().rows} for table in (real, real_larger))
-    lines = [(title, *smaller[title][4:], *larger.get(title, ("-",) * 4)[2:4]) for title in _REAL_FEW]
+    lines = [(title, *smaller[title][3:], *larger.get(title, ("-",) * 3)[1:3]) for title in _REAL_FEW]
     return Table(header=header, rows=tuple(lines))
 
 
 def real_larger() -> Table:
-    """Return the scores of the larger public model at half of the work, without LoRA."""
+    """Return the scores of the larger public model at half of the work."""
     lines = []
-    for method, (run, title) in _LARGER_ROWS.items():
+    for title, (run, method, lora) in _LARGER_ROWS.items():
         records = study("qwen2.5-coder-1.5b")[run]
-        stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=False)
-        work = records.number(stage, _WORK) or 0.0
-        lines.append((title, f"{100 * work:.1f}", *_scores(records, stage), _without_boolq(records, stage)))
-    header = ("half of the work, no LoRA", "work skipped, %", "word perplexity", "accuracy, %", "without BoolQ, %")
+        stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=lora)
+        lines.append((title, *_scores(records, stage), _without_boolq(records, stage)))
+    header = ("half of the work", "word perplexity", "accuracy, %", "without BoolQ, %")
+    return Table(header=header, rows=tuple(lines))
+
+
+def real_columns() -> Table:
+    """Return the scores of the smaller public model at the other two targets, without LoRA."""
+    lines = []
+    for method in _REAL_OTHERS:
+        cells = []
+        for run, target in (("quarter", 0.25), ("nominal", 0.5)):
+            name = "half" if method == "dense" else f"{run}-fitted" if method == "wide-fitted" else run
+            records = study("smollm2-135m")[name]
+            stage = Cell(method, 0.0 if method == "dense" else target, 17).subject(recovered=False)
+            cells += _scores(records, stage)
+        lines.append((_METHODS[method], *cells))
+    header = ("", "a quarter: perplexity", "accuracy, %", "50 % nominal: perplexity", "accuracy, %")
     return Table(header=header, rows=tuple(lines))
 
 
@@ -164,26 +177,20 @@ def _without_boolq(records: Selection, stage: Any) -> str:
 
 
 def eight_bits() -> Table:
-    """Return what weights and activations in eight bits cost the routed and the dense model, simulated."""
-    records, lines = study("smollm2-135m")["eight-bits"], []
-    for form in ("as it is", "int8 weights", "e4m3 weights", "int8 weights and activations"):
-        cells = [form]
-        for stage in (f"routed, {form}", f"dense, {form}"):
-            change, error = (
-                100 * (records.number(stage, f"log_perplexity.change{end}") or 0.0) for end in ("", ".stderr")
-            )
-            cells.append(f"{records.number(stage, _PERPLEXITY):.2f}")
-            cells.append("" if form == "as it is" else f"{change:+.1f} ± {error:.1f} %")
-        flips = records.number(f"routed, {form}", "flips")
-        lines.append((*cells, "" if flips is None else f"{100 * flips:.1f} %"))
-    header = (
-        "",
-        "routed, token perplexity",
-        "change",
-        "dense, token perplexity",
-        "change",
-        "decisions that differ",
-    )
+    """Return what the engine's kernels and eight bits change in the perplexity of the routed and the dense models."""
+    lines = []
+    for form, words in (("engine", "bf16 kernels"), ("int8", "int8"), ("w8a8", "w8a8")):
+        cells = [words]
+        for name in ("smollm2-135m", "qwen2.5-coder-1.5b"):
+            records = study(name)["eight-bits-gpu"]
+            for who in ("routed", "dense"):
+                stage = f"{who}, {form}"
+                change, error = (
+                    100 * (records.number(stage, f"log_perplexity.change{end}") or 0.0) for end in ("", ".stderr")
+                )
+                cells.append(f"{change:+.2f} ± {error:.2f} %")
+        lines.append(tuple(cells))
+    header = ("", *(f"{size}, {who}" for size in ("135 M", "1.5 B") for who in ("routed", "dense")))
     return Table(header=header, rows=tuple(lines))
 
 
@@ -195,7 +202,6 @@ _REAL_ROWS = {
     "WIDE, `fitted-50`, G = 128": ("half-fitted", "half-fitted", "wide-fitted"),
     "the same, LoRA at 1e-3": ("half-fitted", "fitted-faster", "wide-fitted"),
     "the same, half from the dense model": ("half-fitted", "fitted-both-faster", "wide-fitted"),
-    "the same, from the dense model": ("half-fitted", "fitted-kl-faster", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
     "Týr": ("half", "half", "tyr"),
     "Týr, LoRA at 1e-3 from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
@@ -204,13 +210,33 @@ _REAL_ROWS = {
     "Shortened, Taylor": ("half", "half", "shortened-taylor"),
     "CoopPruner": ("half", "half", "cooppruner"),
     "DDP": ("half", "half", "ddp"),
+    "WIDE, the paper's recipe, G = 64": ("half", "half", "wide-64"),
+    "WIDE, the paper's recipe, G = 32": ("more", "more", "wide-32"),
+    "WIDE-uniform, G = 128": ("half", "half", "wide-uniform"),
+    "D-LLM": ("more", "more", "dllm"),
+    "Shortened, perplexity": ("more", "more", "shortened-ppl"),
+    "SkipGPT": ("more", "more", "skipgpt"),
 }
+_REAL_OTHERS = (
+    "dense",
+    "wide-fitted",
+    "wide",
+    "tyr",
+    "shortened-taylor",
+    "shortened-ppl",
+    "blockpruner",
+    "slicegpt",
+    "cooppruner",
+)
+# Title -> run of the scores and the method, without LoRA and with it.
 _LARGER_ROWS = {
-    "dense": ("half", "dense"),
-    "wide-fitted": ("half-fitted", "WIDE, `fitted-50`, G = 128"),
-    "tyr": ("half", "Týr"),
-    "slicegpt": ("half", "SliceGPT"),
-    "shortened-taylor": ("half", "Shortened, Taylor"),
+    "dense": ("half", "dense", False),
+    "WIDE, `fitted-50`, G = 128": ("half-fitted", "wide-fitted", False),
+    "the same, with LoRA": ("half-fitted-lora", "wide-fitted", True),
+    "WIDE, the paper's recipe, G = 128": ("half-paper", "wide", False),
+    "Týr": ("half", "tyr", False),
+    "SliceGPT": ("half", "slicegpt", False),
+    "Shortened, Taylor": ("half", "shortened-taylor", False),
 }
 _REAL_FEW = (
     "dense",
@@ -409,6 +435,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-real": real,
     "quality-real-short": real_short,
     "quality-real-larger": real_larger,
+    "quality-real-columns": real_columns,
     "eight-bits-real": eight_bits,
     "speed": speed,
     "columns": columns,
