@@ -16,6 +16,7 @@ from wide.errors import AdapterError
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
 from wide.models.files import SUMS
+from wide.models.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,17 @@ def test_a_damaged_checkpoint_is_refused_in_words(checkpoint, damage, words, tmp
     (folder / damage).write_bytes((folder / damage).read_bytes()[:99])
     with pytest.raises(AdapterError, match=words):
         wide.load_checkpoint(folder)
+
+
+def test_a_full_memory_is_no_damage(checkpoint, tiny_model_folder, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    for load, name in ((wide.load_checkpoint, checkpoint[0]), (load_pretrained, str(tiny_model_folder))):
+        with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+            load(name)
+        assert type(caught.value) is RuntimeError
 
 
 def test_a_pipeline_continues_text(checkpoint):

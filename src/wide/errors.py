@@ -56,6 +56,14 @@ class MissingExtraError(WideError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the memory of a GPU or of the host is full; torch says the latter in a plain RuntimeError.
+
+    Known by its name, because importing torch here would slow every command down.
+    """
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in str(error)
+
+
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return the end of a message about an unknown name: the known one that is spelt most like it, else `otherwise`."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

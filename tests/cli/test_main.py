@@ -87,6 +87,26 @@ def test_help_all_explains_every_flag(capsys):
         assert f"--{flag}" in brief or f"--{flag.partition('.')[0]}.*" in brief
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "the memory is full; use smaller batches",
+        ),
+        (MemoryError(), "the memory is full; use smaller batches"),
+        (RuntimeError("two\nlines"), "RuntimeError: two lines; what was written before is kept (--debug"),
+    ],
+)
+def test_what_nobody_foresaw_is_one_sentence(error, words, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("wide.cli.env._facts", fail)
+    assert main(["env"]) == 1
+    assert f"wide: error: {words}" in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"wide {__version__}\n"

@@ -438,6 +438,7 @@ def test_what_a_tokenizer_cannot_do_is_said(base):
     ("error", "status", "words"),
     [
         (torch.OutOfMemoryError("CUDA"), 503, "the memory is full; ask with a shorter prompt"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 503, "the memory is full; ask with a shorter"),
         (RuntimeError("broken"), 500, "the server has failed: RuntimeError: broken"),
     ],
 )

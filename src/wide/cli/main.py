@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from wide.errors import UsageError, WideError, nearest
+from wide.errors import UsageError, WideError, is_out_of_memory, nearest
 from wide.runs.process import ends_first, num_processes
 from wide.version import __version__
 
@@ -132,8 +132,7 @@ def _fail(message: str, *, code: int) -> int:
 
 def _describe(error: Exception) -> str:
     """Say in a sentence what went wrong that wide did not foresee."""
-    # Known by its name, because importing torch here would slow every command down.
-    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+    if is_out_of_memory(error):
         return _OUT_OF_MEMORY
     kept = "what was written before is kept (--debug shows where this happened)"
     if num_processes() > 1 and _LOST.search(f"{type(error).__name__}: {error}"):

@@ -20,7 +20,15 @@ from safetensors import safe_open
 from torch import nn
 
 from wide.data.local_names import missing_folder
-from wide.errors import AdapterError, ConfigError, NotAttachedError, ShapeError, UnsupportedModelError, WideError
+from wide.errors import (
+    AdapterError,
+    ConfigError,
+    NotAttachedError,
+    ShapeError,
+    UnsupportedModelError,
+    WideError,
+    is_out_of_memory,
+)
 from wide.materialisation.cut import cut_empty
 from wide.materialisation.shape import ModelShape
 from wide.models.adapter import apply_config, check_config, config_of, require_final_scales
@@ -400,10 +408,10 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
     try:
         with LOADING:
             model = AutoModelForCausalLM.from_pretrained(str(path), **options)
-    except (WideError, torch.OutOfMemoryError):
-        raise
     # What is damaged raises whatever transformers stumbles over.
     except Exception as error:
+        if isinstance(error, WideError) or is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise AdapterError(f"{path} cannot be loaded: {reason}; copy it again, or export it anew") from error
     assert isinstance(model, torch.nn.Module)

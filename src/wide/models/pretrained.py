@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from wide.data.local_names import as_transformers_takes, is_gguf, missing_folder
-from wide.errors import ConfigError, UnsupportedModelError
+from wide.errors import ConfigError, UnsupportedModelError, is_out_of_memory
 from wide.models.block_spec import BlockSpec
 from wide.models.files import check_sums
 from wide.models.sharding import reshard, whole
@@ -111,10 +111,10 @@ def load_pretrained(
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"{name} cannot be loaded with these options: {error}") from error
         raise UnsupportedModelError(_not_causal(name, config)) from error
-    except torch.OutOfMemoryError:
-        raise
     # What is damaged raises whatever transformers stumbles over.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(_not_loadable(name, error, stored)) from error
     wrong = misloaded(info)
     if wrong is not None:

@@ -29,7 +29,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState, M
 from transformers.utils import logging
 
 from wide.data.tokenizer import check_vocabulary, longest_input
-from wide.errors import ConfigError, DataError
+from wide.errors import ConfigError, DataError, is_out_of_memory
 from wide.models.observe import own_randomness
 from wide.runs.process import stoppable
 from wide.runs.requests import (
@@ -243,7 +243,7 @@ async def _in_words(request: Request, error: Exception) -> AnyResponse:
 
 def _failure(error: Exception) -> tuple[int, str]:
     """Return the status of what nobody foresaw, and what a client is told, in a stream and elsewhere."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return 503, "the memory is full; ask with a shorter prompt or for fewer tokens"
     return 500, f"the server has failed: {type(error).__name__}: {error}"
 

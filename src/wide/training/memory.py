@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from wide.config import RecoverConfig, StageConfig
-from wide.errors import TrainingError
+from wide.errors import TrainingError, is_out_of_memory
 from wide.grouping import divisors
 from wide.models.attach import attachment, is_attached
 from wide.models.block_spec import BlockSpec
@@ -235,8 +235,7 @@ def saying_what_fits(title: str, model: Any, stage: StageConfig, *, distils: boo
     try:
         yield
     except RuntimeError as error:
-        is_full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not is_full:
+        if not is_out_of_memory(error):
             raise
         raise TrainingError(
             f"{title}: the memory is full: {way_out(model, stage, device, **told)}; checkpoints that were written are "
