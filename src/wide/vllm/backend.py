@@ -86,7 +86,7 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
         channels = [(layer.channels, padded_channels(layer, ranks)) for layer in shape.layers]
         layers = tuple(replace(layer, channels=wide) for layer, (_, wide) in zip(shape.layers, channels, strict=True))
         # Before the model is a module.
-        vars(self).update(shape=replace(shape, layers=layers), channels=channels, padded={})
+        self.__dict__.update(shape=replace(shape, layers=layers), channels=channels, padded={})
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         quantise_linears(self, read_weights(config))
