@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import wide
@@ -56,7 +55,7 @@ def measure(call: Callable[[], object], *, units: int) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    kernels = [(e.name, 1e-3 * e.device_time) for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    kernels = [(e.name, 1e-3 * e.device_time) for e in profiler.events() if e.device_type.name == "CUDA"]
     found = by_part(kernels)
     found |= {"waits": max(0.0, total - sum(found.values())), "total": total}
     return {part: round(value / units, 4) for part, value in found.items()}
