@@ -33,9 +33,10 @@ PROSE = (
 
 # Files that take more than ten seconds, longest first: begun last, one of them would run alone at the end.
 LONGEST = (
-    *("agreement", "engine", "parallel", "serve", "paged", "every_method", "commands", "compare", "gemm_edges", "fuzz"),
-    *("decoder", "families", "run", "plugin", "callback", "threads", "materialise_use", "static", "native_compile"),
-    *("stock_tools", "legible", "report", "profile", "glue", "attention", "house", "triton_runtime", "static_stages"),
+    *("compile_targets", "parallel", "engine", "agreement", "compare", "fuzz", "every_method", "commands", "static"),
+    *("serve", "profile", "callback", "families", "gemv_emulated", "start", "gemm_edges", "threads", "decoder"),
+    *("trainer", "stages", "materialise_use", "house", "paged", "static_stages", "glue", "ddp", "plugin"),
+    *("compare_on_gpus", "adapter", "routed", "native_compile", "cooppruner", "report", "stock_tools", "legible"),
 )
 
 
