@@ -49,7 +49,7 @@ from wide.errors import EvaluationError, UsageError
         (["bench", "--output", "o", "--operators", "reorder,gemm_k", "--sparsity", "0.3"], 2, "with reorder (got 0.3)"),
         (["bench", "--output", "o", "--operators", "gemm_k", "--backends", "torch"], 1, "got ['torch']"),
         (["bench", "--output", "o", "--operators", "prefill", "--backends", "cuda"], 1, "prefill have no cuda backend"),
-        (["bench", "--output", "o", "--operators", "gemv", "--backends", "cuda"], 1, "gemv have no cuda backend"),
+        (["bench", "--output", "o", "--operators", "decode", "--backends", "cuda"], 1, "decode have no cuda backend"),
         (["profile", "--output", "o", "--shape", "gpt"], 2, "unknown shape 'gpt'; choose one of llama-3.1-8b, tiny"),
         (
             ["profile", "--output", "o", "--model", "m", "--layers", "2"],
