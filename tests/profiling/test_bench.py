@@ -69,7 +69,7 @@ def test_unknown_backends_and_operators_without_one_are_refused():
         parse_backends("torch,triton", ["gemm_k"])
     with pytest.raises(ConfigError, match="decode have no cuda backend; add triton"):
         parse_backends("cuda", ["gemv", "gemm_k", "decode"])
-    with pytest.raises(ConfigError, match=r"prefill have no cuda backend; add triton, or time gemm_mn, gemm_k$"):
+    with pytest.raises(ConfigError, match=r"prefill have no cuda backend; add triton, or time gemm_mn, gemm_k, gemv$"):
         parse_backends("cuda", ["prefill", "gemm_mn", "gemm_k"])
     with pytest.raises(ConfigError, match=r"reorder have no cuda or cute backend.* time gemm_mn, gemm_k, .*gemv$"):
         parse_backends("cuda,cute", ["reorder", "gemm_k"])
