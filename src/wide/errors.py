@@ -57,11 +57,12 @@ class MissingExtraError(WideError, ImportError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the memory of a GPU or of the host is full; torch says the latter in a plain RuntimeError.
+    """Return whether the memory of a GPU or of the host is full; torch and the system often say so in words alone.
 
     Known by its name, because importing torch here would slow every command down.
     """
-    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in str(error)
+    words = "allocate memory" in str(error) or "CUDA error: out of memory" in str(error)
+    return words or type(error).__name__ in ("OutOfMemoryError", "MemoryError")
 
 
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:

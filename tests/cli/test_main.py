@@ -1,5 +1,6 @@
 """The entry point: exit codes, messages without tracebacks, and a quick help."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -95,6 +96,12 @@ def test_help_all_explains_every_flag(capsys):
             "the memory is full; use smaller batches",
         ),
         (MemoryError(), "the memory is full; use smaller batches"),
+        (
+            RuntimeError("unable to mmap 9 bytes from file <model.bin>: Cannot allocate memory (12)"),
+            "the memory is full; use smaller batches",
+        ),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "the memory is full; use smaller batches"),
+        (RuntimeError("CUDA error: out of memory"), "the memory is full; use smaller batches"),
         (RuntimeError("two\nlines"), "RuntimeError: two lines; what was written before is kept (--debug"),
     ],
 )
