@@ -153,7 +153,7 @@ def real_columns() -> Table:
     """Return the scores of the smaller public model at the other two targets, without LoRA."""
     lines = []
     for method in _REAL_OTHERS:
-        cells = []
+        cells: list[str] = []
         for run, target in (("quarter", 0.25), ("nominal", 0.5)):
             name = "half" if method == "dense" else f"{run}-fitted" if method == "wide-fitted" else run
             records = study("smollm2-135m")[name]
