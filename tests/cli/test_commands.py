@@ -24,7 +24,7 @@ from wide.data.tokenizer import load_tokenizer
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.report.selection import Selection
-from wide.runs import sources
+from wide.runs import measuring, sources
 from wide.runs.materials import Materials
 from wide.runs.settings import AdapterOptions, EvalOptions, RunOptions
 
@@ -288,7 +288,7 @@ def test_all_that_a_run_leaves_names_its_device_alike(finished):
     assert devices == {f"cpu, {torch.get_num_threads()} threads"}
 
 
-def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder, tmp_path, capsys, monkeypatch):
     given = [
         *("eval", "--model", str(tiny_model_folder), "--adapter", str(finished), "--data", str(prose_folder)),
         # What the adapter was not trained on is scored without being asked for.
@@ -308,6 +308,10 @@ def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder
     assert found["dense"]["perplexity"]["perplexity"] == pytest.approx(run.number("dense", "token_perplexity"))
     assert main(given) == 0
     assert "dense" in capsys.readouterr().out
+    # Scores outlive what is measured after them.
+    monkeypatch.setattr(measuring, "routing_stats", lambda *_, **__: 1 / 0)
+    assert main([*given, "--output", str(tmp_path / "f")]) == 1
+    assert json.loads((tmp_path / "f" / "evaluation.json").read_text())["model"] == found["model"]
 
 
 def test_generate_streams_and_tells_speed_and_sparsity(finished, tiny_model_folder, capsys):

@@ -1,8 +1,10 @@
 """`wide eval`: perplexity and tasks of a model, pruned and dense."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments
@@ -12,7 +14,7 @@ from wide.runs.settings import AdapterOptions, EvalOptions, Parallel, ScoredTask
 
 if TYPE_CHECKING:
     from wide.evaluation.report import EvaluationReport
-    from wide.records import Record
+    from wide.records import Record, RecordFile
     from wide.runs.folder import RunFolder
 
 
@@ -73,17 +75,26 @@ def run(given: Sequence[str]) -> None:
     options.require_found()
     scoring.require_found()
     folder = None if tasks.output is None else flags.folder(values)
-    report, records, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
+    report, routing, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
     say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
-    if folder is not None and is_main_process():
-        with folder:
+    if folder is None:
+        return
+    writes = is_main_process()
+    with folder if writes else nullcontext():
+        if writes:
             folder.claim()
-            _write(folder, report, records, device)
+            file = _write(folder, report, device)
+        # Scores are there already; all processes of a model measure its routing.
+        found = list(routing())
+        if writes:
+            file.append(found)
+            say(f"written to {folder.path}")
 
 
 def _evaluate(
     options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
-) -> "tuple[EvaluationReport, list[Record], str]":
+) -> "tuple[EvaluationReport, Callable[[], Iterable[Record]], str]":
+    """Return the scores, what measures routing, and the device."""
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.tasks import check_tasks
@@ -116,20 +127,23 @@ def _evaluate(
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:
-        return dense, [], device_name(model)
+        return dense, list, device_name(model)
     attach_adapter(model, options)
     if fused and attachment(model).lora is not None:
         merge_lora(model)
     report = replace(
         evaluate(model, documents, fused=fused, weights=tasks.weights, **settings), data=name, dense=dense.model
     )
-    routing: list[Record] = []
-    if tasks.output is not None and documents is not None and attachment(model).routers():
-        routing += routing_of(model, tokenizer, documents, str(name), scoring, "pruned")
-    return report, routing, device_name(model)
+    if documents is None or not attachment(model).routers():
+        return report, list, device_name(model)
+    return (
+        report,
+        partial(routing_of, model, tokenizer, documents, str(name), scoring, "pruned"),
+        device_name(model),
+    )
 
 
-def _write(folder: "RunFolder", report: "EvaluationReport", routing: "list[Record]", device: str) -> None:
+def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> "RecordFile":
     from wide.records import Record
     from wide.runs.measuring import evaluation_records
 
@@ -143,5 +157,4 @@ def _write(folder: "RunFolder", report: "EvaluationReport", routing: "list[Recor
     for metric, value in (("routing.flip_rate", report.flip_rate), ("accuracy.retention", report.retention)):
         if value is not None:
             file.append([Record(subject="pruned", metric=metric, value=value, unit="share")])
-    file.append(routing)
-    say(f"written to {folder.path}")
+    return file

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.errors import NotAttachedError, UnsupportedModelError, is_out_of_memory
 from wide.inference.engine.batching import PagedBatching, handed_on
 from wide.inference.engine.calls import Answer, Kind, Masked, paged_step, prompt, read_call, step
 from wide.inference.engine.decoder import Decoder
@@ -110,8 +110,11 @@ class Engine:
                 self._memory.release()
                 try:
                     self._memory.decoder.give_back()
-                except torch.OutOfMemoryError as error:
-                    error.add_note("The model stays optimised; wide.deoptimize(model.cpu()) needs no memory of a GPU")
+                except RuntimeError as error:
+                    if is_out_of_memory(error):
+                        error.add_note(
+                            "The model stays optimised; wide.deoptimize(model.cpu()) needs no memory of a GPU"
+                        )
                     raise
             self._memory, self._is_removed = None, True
             if self.batching is not None:
