@@ -46,7 +46,12 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
 
 
 @pytest.mark.parametrize(
-    ("operator", "case"), [(GEMV_MN, case) for case in _INT8_MN] + [(GEMV_K, case) for case in _INT8_K], ids=str
+    ("operator", "case"),
+    [
+        pytest.param(operator, case, id=f"{operator.name}-{index}")
+        for operator, cases in ((GEMV_MN, _INT8_MN), (GEMV_K, _INT8_K))
+        for index, case in enumerate(cases)
+    ],
 )
 def test_products_are_the_reference_s(operator, case, emulated, monkeypatch):
     assert _cuda.supports(operator.shape(case)) is None
