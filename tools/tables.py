@@ -118,9 +118,9 @@ def real() -> Table:
             (study("smollm2-135m")[name], Cell(method, target, 17).subject(recovered=lora))
             for name, lora in ((run, False), (adapted_run, True))
         )
-        lines.append((title, *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
-    header = ("", "perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %", "without BoolQ, %")
-    return Table(header=header, rows=tuple(lines))
+        lines.append((title, _work(*bare), *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
+    titles = ("perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %", "without BoolQ, %")
+    return Table(header=("", "work skipped, %", *titles), rows=tuple(lines))
 
 
 def real_short() -> Table:
@@ -134,7 +134,7 @@ def real_short() -> Table:
         "accuracy, %",
     )
     smaller, larger = ({row[0]: row for row in table().rows} for table in (real, real_larger))
-    lines = [(title, *smaller[title][3:], *larger.get(title, ("-",) * 3)[1:3]) for title in _REAL_FEW]
+    lines = [(title, *smaller[title][4:], *larger.get(title, ("-",) * 4)[2:4]) for title in _REAL_FEW]
     return Table(header=header, rows=tuple(lines))
 
 
@@ -144,8 +144,8 @@ def real_larger() -> Table:
     for title, (run, method, lora) in _LARGER_ROWS.items():
         records = study("qwen2.5-coder-1.5b")[run]
         stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=lora)
-        lines.append((title, *_scores(records, stage), _without_boolq(records, stage)))
-    header = ("half of the work", "word perplexity", "accuracy, %", "without BoolQ, %")
+        lines.append((title, _work(records, stage), *_scores(records, stage), _without_boolq(records, stage)))
+    header = ("half of the work", "work skipped, %", "word perplexity", "accuracy, %", "without BoolQ, %")
     return Table(header=header, rows=tuple(lines))
 
 
@@ -158,9 +158,10 @@ def real_columns() -> Table:
             name = "half" if method == "dense" else f"{run}-fitted" if method == "wide-fitted" else run
             records = study("smollm2-135m")[name]
             stage = Cell(method, 0.0 if method == "dense" else target, 17).subject(recovered=False)
-            cells += _scores(records, stage)
+            cells += [_work(records, stage), *_scores(records, stage)]
         lines.append((_METHODS[method], *cells))
-    header = ("", "a quarter: perplexity", "accuracy, %", "50 % nominal: perplexity", "accuracy, %")
+    scores = ("perplexity", "accuracy, %")
+    header = ("", "a quarter: work skipped, %", *scores, "50 % nominal: work skipped, %", *scores)
     return Table(header=header, rows=tuple(lines))
 
 
@@ -169,6 +170,10 @@ def _scores(records: Selection, stage: Any) -> tuple[str, str]:
     words, accuracy = (records.number(stage, name) for name in ("word_perplexity", "accuracy.average"))
     shown = "-" if words is None else f"{words:.1e}" if words >= 1e6 else f"{words:,.1f}"
     return shown, "-" if accuracy is None else f"{100 * accuracy:.1f}"
+
+
+def _work(records: Selection, stage: Any) -> str:
+    return f"{100 * (records.number(stage, _WORK) or 0.0):.1f}"
 
 
 def _without_boolq(records: Selection, stage: Any) -> str:
@@ -202,6 +207,7 @@ _REAL_ROWS = {
     "WIDE, `fitted-50`, G = 128": ("half-fitted", "half-fitted", "wide-fitted"),
     "the same, LoRA at 1e-3": ("half-fitted", "fitted-faster", "wide-fitted"),
     "the same, half from the dense model": ("half-fitted", "fitted-both-faster", "wide-fitted"),
+    "the same, from the dense model": ("half-fitted", "fitted-kl-faster", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
     "Týr": ("half", "half", "tyr"),
     "Týr, LoRA at 1e-3 from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
