@@ -73,17 +73,15 @@ class LinearWeights(NamedTuple):
         if self.scale is None or not x.shape[0] or (x.shape[0] > MAX_INT8_ROWS and not self.int8_rows):
             weight, bias, *_ = self.expanded(x.dtype)
             return functional.linear(x, weight, bias)
-        backend = fixed_backend(self.weight.device)
-        shape = Int8Shape(x.shape[0], x.dtype, *self.weight.shape)
+        quantises, backend = self.quantises(x.shape[0]), fixed_backend(x.device)
+        shape = Int8Shape(x.shape[0], torch.int8 if quantises else x.dtype, *self.weight.shape)
         if INT8_BACKENDS.obstacle("cuda", x.device, shape) is None:
             backend = "cuda"
-        given: dict[str, Any] = {"bias": self.bias, "rotation": self.rotation, "backend": backend}
-        if x.shape[0] <= MAX_ROWS and backend != "cuda":
-            return gemv_mn(x, self.weight, None, scale=self.scale, **given)
-        if not self.quantises(x.shape[0]):
+        if not quantises:
+            given: dict[str, Any] = {"bias": self.bias, "rotation": self.rotation, "backend": backend}
+            if x.shape[0] <= MAX_ROWS and backend != "cuda":
+                return gemv_mn(x, self.weight, None, scale=self.scale, **given)
             return linear_int8(x, self.weight, self.scale, **given)
-        if INT8_BACKENDS.obstacle("cuda", x.device, Int8Shape(x.shape[0], torch.int8, *self.weight.shape)) is None:
-            backend = "cuda"
         values, scales = self.in_int8(x, mask)
         return linear_int8(values, self.weight, self.scale, self.bias, **scales, backend=backend)
 
