@@ -158,7 +158,7 @@ def int8_at(target: int) -> Iterator[dict[str, Any]]:
     for rows, width, int8 in ((1, 4096, 0), (64, 4096, 0), (64, 28672, 0), (256, 28672, 0), (4096, 4096, 1)):
         tile = linear_int8.default_tile(rows, width, 132, int8_rows=bool(int8))
         constants = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
-        flags = {"EVEN_K": True, "HAS_BIAS": False, "INT8_ROWS": bool(int8)}
+        flags = {"EVEN_K": True, "BIAS": None} | ({} if int8 else {"X_SCALE": None})
         kinds = {**types, "X": "*i8" if int8 else "*bf16"}
         strides = {"divisible": ("stride_xm", "stride_wn")}
         yield build(

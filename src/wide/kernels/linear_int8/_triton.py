@@ -62,8 +62,6 @@ def _linear_int8(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    INT8_ROWS: tl.constexpr,
 ):
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -71,7 +69,7 @@ def _linear_int8(
     # Whatever is read beyond the last channel or row reaches no result.
     weight = WEIGHT + tl.where(is_channel, channels, 0).to(tl.int64)[:, None] * stride_wn
     x = X + tl.where(is_row, rows, 0).to(tl.int64)[None, :] * stride_xm
-    SUM: tl.constexpr = tl.int32 if INT8_ROWS else tl.float32
+    SUM: tl.constexpr = tl.int32 if X_SCALE is not None else tl.float32
     total = tl.zeros((BLOCK_N, ROWS), SUM)
     for k in range(0, K, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
@@ -83,10 +81,10 @@ def _linear_int8(
             part = tl.load(x + ks[:, None], mask=(ks < K)[:, None], other=0)
         total = tl.dot(w.to(part.dtype), part, total, input_precision="ieee", out_dtype=SUM)
     total = total.to(tl.float32)
-    if INT8_ROWS:
+    if X_SCALE is not None:
         total *= tl.load(X_SCALE + rows, mask=is_row, other=0.0)[None, :]
     total *= tl.load(SCALE + channels, mask=is_channel, other=0.0)[:, None]
-    if HAS_BIAS:
+    if BIAS is not None:
         total += tl.load(BIAS + channels, mask=is_channel, other=0.0).to(tl.float32)[:, None]
     out = OUT + rows.to(tl.int64)[None, :] * N + channels[:, None]
     tl.store(out, total.to(OUT.dtype.element_ty), mask=is_channel[:, None] & is_row[None, :])
@@ -114,8 +112,8 @@ def linear_int8(
         x,
         weight,
         scale,
-        scale if bias is None else bias,
-        scale if x_scale is None else x_scale,
+        bias,
+        x_scale,
         out,
         num_rows,
         width,
@@ -126,8 +124,6 @@ def linear_int8(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         EVEN_K=depth % tile.block_k == 0,
-        HAS_BIAS=bias is not None,
-        INT8_ROWS=x_scale is not None,
         num_stages=tile.num_stages,
         num_warps=tile.num_warps,
     )
