@@ -29,14 +29,10 @@ def warm(model: nn.Module, most_rows: int) -> None:
             kinds.setdefault(module.kind, module)
         elif isinstance(module, LinearBase | ParallelLMHead) and scale_of(module) is not None and module.weight.is_cuda:
             kinds.setdefault((module.weight.shape, module.bias is None, type(module)), module)
-    try:
-        for rows in rows_to_run(most_rows):
-            for module in kinds.values():
-                if rows <= _MOST_LOGITS or not isinstance(module, ParallelLMHead):
-                    run(module, rows)
-    except Exception as error:
-        # Requests may do without: they compile what they need.
-        _LOGGER.warning("wide could not run its kernels before the first request: %s: %s", type(error).__name__, error)
+    for rows in rows_to_run(most_rows):
+        for module in kinds.values():
+            if rows <= _MOST_LOGITS or not isinstance(module, ParallelLMHead):
+                run(module, rows)
     if kinds:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
