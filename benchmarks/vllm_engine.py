@@ -1,10 +1,11 @@
 """One engine of vLLM with drawn weights: its answers against those of the masked model, and what calls take.
 
-Usage: python -m benchmarks.vllm_engine routed|dense|off|fp8|int8|w8a8|gate|gate-int8|gate-w8a8 [tiny]
+Usage: python -m benchmarks.vllm_engine routed|two|dense|off|fp8|int8|w8a8|gate|gate-two|gate-int8|gate-w8a8 [tiny]
 
 Reads commands from stdin, one JSON list a line, such as ["requests", 8], and answers each with a JSON line. `routed`
 serves a checkpoint of wide, whose thresholds are put where half of the pairs are skipped, and `gate` one of two layers;
-`int8` and `w8a8` serve it with these `wide_weights`, and their gates compare with the weights that these stand for.
+`int8` and `w8a8` serve it with these `wide_weights`, and their gates compare with the weights that these stand for;
+`two` serves it by two ranks on two GPUs.
 `dense` is vLLM's own model, `fp8` the same with
 `--quantization fp8`; `off` is the checkpoint at `wide_sparsity` 0.
 Weights are drawn by the engine's loader; the masked model has views of the same tensors, so that nothing is written to
@@ -28,7 +29,7 @@ from wide.models.adapter import config_of
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 from wide.profiling.synthetic import SHAPES, set_shares
-from wide.vllm.limits import PROMPT_SIZES
+from wide.vllm.limits import FORM
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -37,15 +38,18 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Ranks of one engine run what is registered in this file.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 _DRAWN: dict[str, Tensor] = {}
 """What the loader drew, by the names of vLLM's model."""
 _NEW, _DECODED = 256, 128
 _EIGHT_BITS = ("int8", "w8a8")
-# Tokens of steps that vLLM records as graphs; with routers prompts, too, as it does of itself.
-_SIZES = (1, 8, 32, 64)
+_SEQUENCES = 64
 # Behind many layers of random routers rounding decides.
 _GATE_LAYERS = 2
+# Products of bfloat16 round to about 0.004.
+_HEAD_APART = 0.03
 
 
 class Engine:
@@ -58,18 +62,8 @@ class Engine:
     def __init__(self, mode: str, tiny: bool) -> None:
         from transformers import LlamaConfig
         from vllm import LLM
-        from vllm.model_executor.model_loader import register_model_loader
-        from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-        @register_model_loader("drawn")
-        class Drawn(DummyModelLoader):  # type: ignore[misc]
-            def load_weights(self, model: nn.Module, model_config: Any) -> None:
-                draw_weights(model)
-                if mode in _EIGHT_BITS:
-                    # The engine has its own weights, and these would only fill the memory.
-                    _DRAWN.clear()
-
-        self.draw, self.scale = random.Random(1), 32 if tiny else 1
+        self.draw, self.scale, self.is_int8 = random.Random(1), 32 if tiny else 1, mode.endswith(_EIGHT_BITS)
         shape = SHAPES["tiny" if tiny else "llama-3.1-8b"] | (
             {"num_hidden_layers": _GATE_LAYERS} if mode.startswith("gate") else {}
         )
@@ -94,7 +88,6 @@ class Engine:
             # Memory for keys and values is named, since several engines start at once on one GPU.
             "gpu_memory_utilization": 0.3,
             "kv_cache_memory_bytes": {"gate": 2, "routed": 11, "dense": 11}.get(mode.partition("-")[0], 6) << 30,
-            "compilation_config": {"cudagraph_capture_sizes": [*_SIZES, *(PROMPT_SIZES if is_routed else ())]},
         }
         options: dict[str, Any] = {
             "load_format": "drawn",
@@ -102,13 +95,27 @@ class Engine:
             "skip_tokenizer_init": True,
             "max_model_len": 20000 // self.scale,
             "max_num_batched_tokens": 16384 // self.scale,
-            "max_num_seqs": 64,
+            "max_num_seqs": _SEQUENCES,
             "seed": 0,
+            "tensor_parallel_size": 2 if form == "two" else 1,
         }
-        self.llm = LLM(model=str(folder), **options | overrides | ({"enforce_eager": True} if tiny else on_gpu))
-        if mode != "fp8" and mode not in _EIGHT_BITS:
+        options |= overrides | ({"enforce_eager": True} if tiny else on_gpu)
+        self.started: dict[str, Any] = {}
+        try:
+            self.llm = LLM(model=str(folder), **options)
+        except Exception as error:
+            if form != "two":
+                raise
+            # Its own sums of two GPUs need each to reach the other's memory.
+            self.started["no custom all-reduce"] = str(error)[:200]
+            self.llm = LLM(model=str(folder), disable_custom_all_reduce=True, **options)
+        if torch.cuda.is_available() and form != "two":
+            segments = torch.cuda.memory_snapshot()
+            pools = sum(each["total_size"] for each in segments if tuple(each.get("segment_pool_id", (0, 0))) != (0, 0))
+            self.started["graphs_gib"] = round(pools / 2**30, 2)
+        if mode not in ("fp8", *_EIGHT_BITS) and form != "two":
             self._take_views()
-        if mode == "routed" or mode.startswith("gate"):
+        if mode == "routed" or (mode.startswith("gate") and form != "two"):
             ids = torch.tensor(self._prompts(1, 2048), device=self.device)
             set_shares(self.masked, ids, (0.5, 0.5))
             self.set_threshold(None)
@@ -143,15 +150,15 @@ class Engine:
         """Give the engine's routers a threshold, or those of the masked model's; graphs read them from memory."""
         wanted = self.thresholds()
 
-        def set_all(model: nn.Module) -> None:
-            for name, module in model.named_modules():
+        def set_all(worker: Any) -> None:
+            for name, module in worker.get_model().named_modules():
                 if name.endswith("wide_router"):
                     layer, half = name.split(".")[2], "attention" if "self_attn" in name else "ffn"
                     known: Any = module
                     known.threshold = wanted[f"{layer} {half}"] if threshold is None else threshold
                     known.prepare()
 
-        self.llm.apply_model(set_all)
+        self.llm.collective_rpc(set_all)
         self.llm.reset_prefix_cache()
 
     def thresholds(self) -> dict[str, Any]:
@@ -170,7 +177,8 @@ class Engine:
 
         def forget(worker: Any) -> None:
             graphs = worker.model_runner.cudagraph_manager
-            graphs._candidates = {key: found for key, found in graphs._candidates.items() if key[0] <= _SIZES[-1]}
+            # vLLM of itself records steps of twice as many tokens as requests.
+            graphs._candidates = {key: each for key, each in graphs._candidates.items() if key[0] <= 2 * _SEQUENCES}
 
         self.llm.collective_rpc(forget)
         self.set_threshold(None)
@@ -183,48 +191,61 @@ class Engine:
 
     # Answers.
 
-    def gate(self, tokens: int = 16) -> dict[str, Any]:
-        """Compare log probabilities of greedy tokens with the masked model's, in rounds that take all paths."""
-        alone = [self._prompts(1, length)[0] for length in (1, 32, 600, 2048, 4096)]
-        mixed = [self._prompts(1, self.draw.choice((1, 160, 700, 1100, 2500)))[0] for _ in range(24)]
-        rounds = {
-            "alone": [one for prompt in alone for one in self._ask([prompt], tokens)],
-            "mixed": self._ask(mixed, tokens),
-            "prefix": self._ask([alone[3] + self._prompts(1, 96)[0], alone[4] + self._prompts(1, 700)[0]], tokens),
-            "chunked": self._ask(self._prompts(1, 18000), tokens),
-        }
-        found = {name: self._compare(round_, name) for name, round_ in rounds.items()}
+    def gate(self, rounds: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Compare log probabilities of greedy tokens with the masked model's.
+
+        Args:
+            rounds: Of another engine with the same weights and thresholds; None = its own.
+        """
+        found: dict[str, Any] = {name: self._compare(each, name) for name, each in (rounds or self.rounds()).items()}
+        if self.is_int8:
+            apart = self.llm.apply_model(_head_apart)[0]
+            found["output head"] = {"apart": apart, "green": max(apart) < _HEAD_APART}
         return found | {"green": all(each["green"] for each in found.values())}
 
-    def all_layers(self, tokens: int = 16) -> dict[str, Any]:
-        """Compare with the dense model, in all layers, where routers let everything execute."""
-        self.set_threshold(float("-inf"))
-        found = self._compare(
-            self._ask([self._prompts(1, each)[0] for each in (1, 600, 1100, 4096)], tokens), "all layers"
-        )
-        self.set_threshold(None)
+    def rounds(self) -> dict[str, Any]:
+        """Return answers to rounds of prompts that take all paths."""
+        alone = [self._prompts(1, length)[0] for length in (1, 32, 600, 2048, 4096)]
+        mixed = [self._prompts(1, self.draw.choice((1, 160, 700, 1100, 2500)))[0] for _ in range(24)]
+        return {
+            "alone": [one for prompt in alone for one in self._ask([prompt])],
+            "mixed": self._ask(mixed),
+            "prefix": self._ask([alone[3] + self._prompts(1, 96)[0], alone[4] + self._prompts(1, 700)[0]]),
+            "chunked": self._ask(self._prompts(1, 18000)),
+        }
+
+    def all_layers(self, answers: list[Any] | None = None) -> dict[str, Any]:
+        """Compare answers, its own if None, with the dense model's: routers let everything execute."""
+        found = self._compare(answers or self.whole_answers()["all"], "all layers")
         # Log probabilities of random weights spread by 1.3.
         return found | {"green": found["median_from_dense"] < 0.1 and found["mean_from_dense"] < 0.2}
 
-    def _ask(self, prompts: list[list[int]], tokens: int) -> list[tuple[list[int], list[int], Tensor]]:
-        """Return prompts, greedy tokens and the log probabilities that vLLM gave these."""
+    def whole_answers(self) -> dict[str, Any]:
+        """Return answers where routers let everything execute."""
+        self.set_threshold(float("-inf"))
+        answers = self._ask([self._prompts(1, each)[0] for each in (1, 600, 1100, 4096)])
+        self.set_threshold(None)
+        return {"all": answers}
+
+    def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[int], list[float]]]:
+        """Return prompts, 16 greedy tokens and the log probabilities that vLLM gave these."""
         from vllm import SamplingParams
 
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+        wanted = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
         answers = self.llm.generate([{"prompt_token_ids": each} for each in prompts], wanted, use_tqdm=False)
         found = []
         for prompt, answer in zip(prompts, answers, strict=True):
             out = answer.outputs[0]
             new = list(out.token_ids)
-            given = [step[token].logprob for step, token in zip(out.logprobs, new, strict=True)]
-            found.append((prompt, new, torch.tensor(given)))
+            found.append((prompt, new, [step[token].logprob for step, token in zip(out.logprobs, new, strict=True)]))
         return found
 
     @torch.no_grad()
-    def _compare(self, answers: list[tuple[list[int], list[int], Tensor]], name: str) -> dict[str, Any]:
+    def _compare(self, answers: list[tuple[list[int], list[int], list[float]]], name: str) -> dict[str, Any]:
         """Return how far vLLM is from the masked model, how far that is from itself, and from the dense model."""
         apart, again, dense, best = [], [], [], []
-        for prompt, new, given in answers:
+        for prompt, new, logprobs in answers:
+            given = torch.tensor(logprobs)
             ids, chosen = torch.tensor([prompt + new], device=self.device), torch.tensor(new)[:, None]
             masked = self._logits(ids, len(new))
             apart.append((given - masked.gather(1, chosen)[:, 0]).abs())
@@ -292,7 +313,7 @@ class Engine:
 
     def _take(self) -> list[float]:
         """Return the shares of what ran since the last call."""
-        shares, _ = self.llm.apply_model(lambda model: model.tally.take())[0]
+        shares, _ = self.llm.collective_rpc(lambda worker: worker.get_model().tally.take())[0]
         return [round(share, 3) for share in shares.values()]
 
 
@@ -311,18 +332,35 @@ def _hugging_face(config: Any, dtype: torch.dtype, *, routed: bool) -> Any:
     return attach(model, plan) if routed else model
 
 
+def register_loader() -> None:
+    """Make the load format `drawn` known to vLLM; each rank's process needs that."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("drawn")
+    class Drawn(DummyModelLoader):  # type: ignore[misc]
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            config = model_config.hf_config
+            draw_weights(model, config)
+            if getattr(config, FORM, None) is None or config.num_hidden_layers == _GATE_LAYERS:
+                # Others have their own weights, and these would only fill the memory.
+                _DRAWN.update((name, parameter.data) for name, parameter in model.named_parameters())
+
+
 @torch.no_grad()
-def draw_weights(model: nn.Module) -> None:
-    """Draw all weights as Hugging Face initialises them, the same ones in every process, and keep them."""
+def draw_weights(model: Any, config: Any) -> None:
+    """Draw all weights as Hugging Face initialises them, the same ones in every process, of which ranks take parts."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config).state_dict()
     torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        # Routers come last: the others are then the same with and without them.
-        if "wide_router" not in name:
-            parameter.fill_(1) if "norm" in name else parameter.normal_(std=0.02)
-    for name, parameter in model.named_parameters():
-        if "wide_router" in name:
-            parameter.normal_(std=0.02)
-        _DRAWN[name] = parameter.data
+    # Routers come last: the others are then the same with and without them.
+    names = sorted(whole, key=lambda name: "wide_router" in name)
+    model.load_weights(
+        (name, torch.ones(whole[name].shape) if "norm" in name else torch.normal(0.0, 0.02, whole[name].shape))
+        for name in names
+    )
 
 
 @torch.no_grad()
@@ -336,11 +374,28 @@ def _round(model: nn.Module) -> None:
             _DRAWN[f"{name}.weight"] = weight.to(_DRAWN[f"{name}.weight"].dtype)
 
 
+@torch.no_grad()
+def _head_apart(model: Any) -> list[float]:
+    """Return how far an output head of int8 weights is from what they stand for, at some numbers of rows.
+
+    Each is the largest relative error of a token's logits.
+    """
+    head, found = model.lm_head, []
+    weight = head.weight.float() * head.weight_scale[:, None]
+    for rows in (1, 3, 8, 33, _SEQUENCES):
+        x = torch.randn(rows, weight.shape[1], dtype=head.params_dtype, device=weight.device)
+        wanted = x.float() @ weight.T
+        size, apart = (each.norm(dim=0) for each in (wanted, head.quant_method.apply(head, x).float() - wanted))
+        # Of one row a logit may be near zero.
+        found.append(round(float((apart / size.clamp(min=size.median() / 2)).max()), 5))
+    return found
+
+
 def main() -> None:
     """Answer commands."""
     started = time.perf_counter()
     engine = Engine(sys.argv[1], "tiny" in sys.argv[2:])
-    answer: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1)}
+    answer = engine.started | {"start_s": round(time.perf_counter() - started, 1)}
     while True:
         print(json.dumps(answer), flush=True)
         line = sys.stdin.readline()
@@ -350,7 +405,9 @@ def main() -> None:
         answer = getattr(engine, name)(*values)
 
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):
     for setting, value in SETTINGS.items():
         os.environ.setdefault(setting, value)
+    register_loader()
+if __name__ == "__main__":
     main()

@@ -1,6 +1,7 @@
 """The plug-in for vLLM beside dense vLLM on one GPU: answers first, then speeds, each pair in one go.
 
 Usage: python -m benchmarks.vllm_plugin --output DIR [--parts gate,bench,launched,everything,fp8,w8a8,int8,off] [--tiny]
+       python -m benchmarks.vllm_plugin --output DIR --parts two
        python -m benchmarks.vllm_plugin --record DIR/vllm.json --commit HASH
 
 Llama-3.1-8B's shapes, drawn weights, half of the pairs skipped. Answers are compared in two layers, since behind many
@@ -8,8 +9,9 @@ layers of random routers rounding decides; in all layers where everything execut
 processes of their own (`benchmarks.vllm_engine`), and are timed one after the other at each size. About 80 s until they
 have started, 30 s for answers, 65 s for speeds, 15 s with routers that skip nothing, and 130 s more for the checkpoint
 at sparsity 0 and for dense vLLM with `--quantization fp8`; `int8` and `w8a8` start engines with weights in eight bits
-behind each other, and were not timed. DIR/vllm.json is written after every figure. The second form
-writes figures into docs/measurements/targets/vllm.json, if the gate was green.
+behind each other, and were not timed. `two` starts an engine of two ranks on two GPUs and one of one rank, whose
+figures stand as `dense`. DIR/vllm.json is written after every figure. The last form writes figures into
+docs/measurements/targets/vllm.json, if the gate was green.
 """
 
 import argparse
@@ -37,6 +39,7 @@ _ROWS: dict[str, tuple[str, int]] = {
 """What is timed, by the names of the targets."""
 _FEW = list(_ROWS)[:4]
 _NOTHING = "vLLM: nothing skipped"
+_TWO = "vLLM: two ranks over one rank of the same kind, a token, routed"
 _OVER_FP8 = {
     "vLLM: in eight bits over dense vLLM FP8, a token": _FEW[0],
     "vLLM: in eight bits over dense vLLM FP8, first token, 4096": _FEW[1],
@@ -168,6 +171,28 @@ def measure(folder: Path, parts: list[str], *, tiny: bool) -> None:
     dense.end()
 
 
+def measure_two(folder: Path, *, tiny: bool) -> None:
+    """Start engines of one rank and of two, and time them; the two ranks' answers are judged by the one's weights."""
+    record = Record(folder / "vllm.json")
+    workers = {mode: Worker(mode, folder, tiny=tiny) for mode in ("gate", "gate-two", "routed", "two")}
+    gate, gate_two, one, two = workers.values()
+    for mode in ("gate", "gate-two"):
+        record.add(**{mode.replace("gate", "start"): workers[mode].answer()})
+    gate_two.call("take_thresholds", gate.call("thresholds"))
+    found = gate.call("gate", gate_two.call("rounds"))
+    gate.end()
+    gate_two.end()
+    record.add(gate=found, routed=one.answer())
+    record.add(two=two.answer())
+    record.add(skipped=two.call("take_thresholds", one.call("thresholds")))
+    for what in (*_FEW, "vLLM: 8 requests, 1024 in, 256 out", _FEW[0]):
+        record.row(what, "two", two.call(*_ROWS[what]), one.call(*_ROWS[what]))
+    found["all layers"] = one.call("all_layers", two.call("whole_answers")["all"])
+    record.add(gate=found | {"green": found["green"] and found["all layers"]["green"]})
+    one.end()
+    two.end()
+
+
 def fill(content: dict[str, Any], rows: list[dict[str, Any]], *, commit: str, device: str, date: str) -> None:
     """Put what was measured into rows of targets, in place; what was not measured stays.
 
@@ -180,6 +205,9 @@ def fill(content: dict[str, Any], rows: list[dict[str, Any]], *, commit: str, de
     off = [row for row in content["rows"] if row["mode"] == "off"]
     if off:
         found[_NOTHING] = min(off, key=lambda row: float(row["ratio"]))
+    two = [row for row in content["rows"] if row["mode"] == "two" and row["what"] == _FEW[0]]
+    if two:
+        found[_TWO] = min(two, key=lambda row: float(row["ratio"]))
     by_mode = {(row["mode"], row["what"]): row for row in content["rows"]}
     for name, what in _OVER_FP8.items():
         green = content.get("gate-w8a8", {}).get("green")
@@ -218,7 +246,10 @@ def main() -> None:
         _TARGETS.write_text(json.dumps(rows, indent=1) + "\n")
         return
     given.output.mkdir(parents=True, exist_ok=True)
-    measure(given.output, given.parts.split(","), tiny=given.tiny)
+    if given.parts == "two":
+        measure_two(given.output, tiny=given.tiny)
+    else:
+        measure(given.output, given.parts.split(","), tiny=given.tiny)
 
 
 if __name__ == "__main__":
