@@ -1,4 +1,4 @@
-"""Turn a routed model into one that runs wide's operators, and back."""
+"""Turn an attached model into one that runs wide's operators, and back."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from wide.inference.choice.tuning.tune import TunedLayer, tune_layers, tuned_lay
 from wide.inference.engine.batching import PagedBatching
 from wide.inference.engine.engine import Engine
 from wide.inference.operators.table import OPERATORS, OperatorTable
-from wide.inference.reading.model import require_routing_alone
+from wide.inference.reading.model import require_readable
 from wide.inference.reading.quantising import WEIGHTS
 from wide.inference.reading.weights import require_plain
 from wide.kernels.device import device_facts, half_obstacle
@@ -45,17 +45,18 @@ def optimize(
 ) -> ModelT:
     """Let an attached model run through wide's engine, in place, and return the same object.
 
-    Prompts and steps then skip what routers skip, and the outputs are those of the masked model: `generate`, caches,
+    Prompts and steps then skip what routers skip, or run on what a static plan leaves of the matrices: copies, in which
+    channels of zeros make sizes that kernels take. The outputs are those of the masked model: `generate`, caches,
     `generate_batch` and evaluation keep working. Separate projections that read one input move into one buffer that
     they view; `deoptimize` gives each its own memory again. Training needs the masked form: call `deoptimize` first.
 
     The engine takes causal masks with left padding and sliding windows, greedy search and sampling. Everything else
     (beam search, assisted decoding, attention weights, hooks on modules, a cache of the caller's own, masks with
-    holes, packed sequences, replayed routing) runs masked and skips nothing, with one warning that names the reason.
-    A model compiled by torch.compile and calls of inner modules such as `model.model(...)` run masked without a
-    warning. `capture_routing` gives masks without margins. If the mask of a decoding step hides keys that an earlier
-    step showed, the result is NaN. Do not write weights of routers or int8 layers through `.data` while the
-    model is optimised: the engine does not notice.
+    holes, packed sequences, replayed routing, a static plan that is bypassed) runs masked and skips nothing, with one
+    warning that names the reason. A model compiled by torch.compile and calls of inner modules such as
+    `model.model(...)` run masked without a warning. `capture_routing` gives masks without margins. If the mask of a
+    decoding step hides keys that an earlier step showed, the result is NaN. Do not write weights of routers, int8
+    layers or static plans through `.data` while the model is optimised: the engine does not notice.
 
     Threads may call one optimised model; they take turns.
 
@@ -83,13 +84,14 @@ def optimize(
         ConfigError: If the backend or the format of weights is unknown, `executed` is not two shares, or a sample is
             given that nothing would follow.
         ShapeError: If the sample is not of token ids.
-        NotAttachedError: If the model has no routers, is optimised already, is in training mode, or has unmerged LoRA.
+        NotAttachedError: If the model has no plan, is optimised already, is in training mode, or has unmerged LoRA.
         UnsupportedModelError: If the engine does not know a part of the model or of its plan: a mixture of experts, an
-            activation without a kernel, a quantised, sharded or offloaded layer, another router than a bottleneck.
+            activation without a kernel, a quantised, sharded or offloaded layer, another router than a bottleneck,
+            routers beside a static plan, a static plan in int8.
         UnsupportedBackendError: If the kernels cannot run on the layers' device, in their dtype, or with their groups.
     """
     state = attachment(model)
-    require_routing_alone(state.plan, is_replaced=state.replaced is not None)
+    require_readable(state.plan, is_replaced=state.replaced is not None, weights=weights)
     if backend not in _BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
     if weights not in WEIGHTS:
@@ -133,7 +135,7 @@ def optimize(
         ]
     if weights == "w8a8":
         tables = [each.for_int8_rows() for each in tables]
-    if table is None and device.type == "cuda" and obstacle(device, dtype) is None:
+    if table is None and state.plan.is_routed and device.type == "cuda" and obstacle(device, dtype) is None:
         _warn_if_nothing_pays(tables)
     state.engine = engine = Engine(model, state, tables, weights)
     if hasattr(model, "init_continuous_batching"):
@@ -205,6 +207,8 @@ def _require_measurements(
     reason = obstacle(device, dtype)
     if reason is not None:
         warnings.warn(f"{start} than without pruning: {reason}. Convert the model, or take another", stacklevel=3)
+        return
+    if not any(layer.attention or layer.ffn for layer in layers):
         return
     if is_measured(device, [layer.sizes for layer in layers], executed=executed):
         return

@@ -77,7 +77,7 @@ def attach_stream(
 
     def put(module: nn.Module, name: str, layer: nn.Module) -> None:
         basis = StreamBasis(tensors[name], control=control, device=computing_device(layer))
-        module.add_module(STREAM_NAME, basis)
+        module.add_module(STREAM_NAME, basis.train(module.training))
         parts.append((module, STREAM_NAME))
 
     put(specs[0].layer, EMBEDDING_BASIS, specs[0].layer)

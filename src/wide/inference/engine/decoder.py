@@ -16,11 +16,11 @@ from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import CacheView, ContinuedView, PromptView, StepView
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.model import read_model, require_same_outputs
-from wide.inference.reading.weights import apply_norm
+from wide.inference.reading.weights import AttentionWeights, apply_norm
 
 
 class Decoder:
-    """Runs an attached (or plain) Hugging Face model whose parts it knows, dense or routed, over a cache.
+    """Runs an attached (or plain) Hugging Face model whose parts it knows, dense, routed or cut, over a cache.
 
     Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
     each, which their modules then view, so that memory does not double and the model keeps working. In int8 the model
@@ -83,14 +83,15 @@ class Decoder:
     @property
     def widest(self) -> int:
         """Columns of the widest product of any layer; gate and up count as one."""
-        return max(max(each.ffn.gated.outputs, each.attention.qkv.outputs) for each in self.layers)
+        parts = [part for layer in self.layers for part in layer.parts]
+        return max(part.qkv.outputs if isinstance(part, AttentionWeights) else part.gated.outputs for part in parts)
 
     def new_cache(self, batch: int, room: int | None = None, *, kept: bool = True) -> KvCache:
         """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`).
 
         Unless it is kept, all layers overwrite the same keys and values in turn.
         """
-        part = self.layers[0].attention
+        part = self._weights.specs[0].attention
         shape = (len(self.layers) if kept else 1, batch, part.num_kv_heads, room or self.max_length, part.head_dim)
         return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
 
@@ -107,7 +108,8 @@ class Decoder:
             hidden = x.reshape(-1, x.shape[-1])
         else:
             hidden = _times(functional.embedding(x.reshape(-1), self.embedding), weights.embedding_scale)
-        stream = Residual(_times(hidden, weights.input_scale), None)
+        hidden = _times(hidden, weights.input_scale)
+        stream = Residual(hidden if weights.entry is None else functional.linear(hidden, weights.entry), None)
         with nullcontext() if self._side is None else self._side.joined():
             for index, layer in enumerate(self.layers):
                 forced = Masks() if run.forced is None else Masks(*run.forced[index])
@@ -120,8 +122,9 @@ class Decoder:
     @torch.no_grad()
     def logits(self, stream: Residual, run: ForwardOptions, rows: Tensor | None = None) -> Tensor:
         """Return the logits [rows, V] of what `forward` gave, of these rows (int64) or of all."""
-        assert stream.addend is not None
-        total, addend = stream if rows is None else (stream.total[rows], stream.addend[rows])
+        total, addend = stream
+        if rows is not None:
+            total, addend = total[rows], None if addend is None else addend[rows]
         weights = self._weights
         logits = self.head.dense(apply_norm(weights.norm, total, addend, (run.table or self.tables[-1]).backend)[1])
         if weights.logit_scale is not None:

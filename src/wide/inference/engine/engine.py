@@ -49,6 +49,11 @@ class Engine:
         """Read the model, and take the place of its forward."""
         self._model: Any = model
         self._control, self._routers = state.control, state.routers()
+        # What a static plan leaves is copied out of layers whose own weights stay.
+        self._is_cut = not state.plan.is_routed and (state.plan.is_static or state.replaced is not None)
+        self._copied = (
+            [part for spec in state.specs for part in spec.layer.modules()] if self._is_cut else self._routers
+        )
         self._own_hooks = {handle.id for handle in state.handles}
         self._tables, self._weights = tuple(tables), weights
         self._plain: Any = model.forward
@@ -149,7 +154,7 @@ class Engine:
         finally:
             self._is_reading = False
             # Reading moves weights. Those that it refuses may become others.
-            self._snapshot = Snapshot(self._model, [*self._routers, *self._quantised], self._own_hooks)
+            self._snapshot = Snapshot(self._model, [*self._copied, *self._quantised], self._own_hooks)
         self._memory = Memory(decoder, self._lock)
 
     @contextmanager
@@ -224,6 +229,8 @@ class Engine:
             raise NotAttachedError(IN_TRAINING)
         kind, x, cache = read_call(given, model.config)
         observed = control.observed
+        if self._is_cut and not control.enabled:
+            raise Masked("the dense model behind a static plan")
         if control.forced is not None:
             raise Masked("force_routing")
         if observed is not None and kind == "paged":

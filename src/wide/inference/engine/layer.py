@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import functional
 
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import AttentionCall, CacheView
@@ -73,15 +74,27 @@ def run_layer(
         What leaves, and the masks in use.
     """
     options = _Options(table, routed, side)
-    total, normed, attention_mask = _enter(layer.attention, stream, forced.attention, options)
-    attended = _leave(layer.attention, _attention(layer, normed, attention_mask, view, options), table)
-    if layer.parallel:
-        ffn_mask = _decide(layer.ffn, total, normed, forced.ffn, options)
+    attention, ffn = layer.attention, layer.ffn
+    attention_mask: Tensor | None = None
+    if attention is not None:
+        total, normed, attention_mask = _enter(attention, stream, forced.attention, options)
+        attended = _leave(attention, _attention(layer.index, attention, normed, attention_mask, view, options), table)
+        stream = Residual(_on(attention, total), attended)
+        attention_mask = own_groups(attention, attention_mask)
+    if ffn is None:
+        return stream, Masks(attention_mask)
+    if layer.parallel and attention is not None:
+        ffn_mask = _decide(ffn, total, normed, forced.ffn, options)
         total = total + attended
     else:
-        total, normed, ffn_mask = _enter(layer.ffn, Residual(total, attended), forced.ffn, options)
-    addend = _leave(layer.ffn, _feed_forward(layer.ffn, normed, ffn_mask, options), table)
-    return Residual(total, addend), Masks(own_groups(layer.attention, attention_mask), ffn_mask)
+        total, normed, ffn_mask = _enter(ffn, stream, forced.ffn, options)
+    addend = _leave(ffn, _feed_forward(ffn, normed, ffn_mask, options), table)
+    return Residual(_on(ffn, total), addend), Masks(attention_mask, ffn_mask)
+
+
+def _on(part: Sublayer, total: Tensor) -> Tensor:
+    """Return the stream in the basis that a sublayer leaves."""
+    return total if part.shortcut is None else functional.linear(total, part.shortcut)
 
 
 def own_groups(part: Sublayer, mask: Tensor | None) -> Tensor | None:
@@ -142,9 +155,11 @@ def _leave(part: Sublayer, out: Tensor, table: OperatorTable) -> Tensor:
     return out if part.multiplier is None else out * part.multiplier
 
 
-def _attention(layer: LayerWeights, x: Tensor, mask: Tensor | None, view: CacheView, options: _Options) -> Tensor:
-    """Return the output of the attention, [M, D]; `mask` holds the router's extra groups."""
-    weights, table = layer.attention, options.table
+def _attention(
+    index: int, weights: AttentionWeights, x: Tensor, mask: Tensor | None, view: CacheView, options: _Options
+) -> Tensor:
+    """Return the output of the attention of layer `index`, [M, D]; `mask` holds the router's extra groups."""
+    table = options.table
     q, keys, values, order = _project(x, weights, mask, table)
     # While the router still runs, heads are rotated that nobody reads.
     is_late = options.side is not None and options.side.runs
@@ -154,7 +169,7 @@ def _attention(layer: LayerWeights, x: Tensor, mask: Tensor | None, view: CacheV
         q_norm = k_norm = None
     shape = (view.batch, view.length)
     q, keys, values = (part.unflatten(1, (-1, weights.head_dim)).unflatten(0, shape) for part in (q, keys, values))
-    k_memory, v_memory, places = view.memory(layer.index, keys)
+    k_memory, v_memory, places = view.memory(index, keys)
     own = own_groups(weights, mask)
     q = rope_to_cache(
         q,
@@ -176,7 +191,7 @@ def _attention(layer: LayerWeights, x: Tensor, mask: Tensor | None, view: CacheV
         backend=table.backend,
     )
     call = AttentionCall(weights.form, table, order, options.wait)
-    heads = view.attend(layer.index, q, own, call).reshape(x.shape[0], -1)
+    heads = view.attend(index, q, own, call).reshape(x.shape[0], -1)
     if own is None:
         return weights.output.dense(heads)
     return weights.output.input_groups(heads, own, table.choice("output", heads.shape[0]), sorts=table.backend)

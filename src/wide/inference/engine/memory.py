@@ -121,7 +121,7 @@ class Memory:
         self.pool: GraphPool | None = None
         self._next: NextStep | None = None
         self._stream: torch.cuda.Stream | None = None
-        parts = [part for layer in decoder.layers for part in (layer.attention, layer.ffn)]
+        parts = [part for layer in decoder.layers for part in layer.parts]
         self._routers = [part.router for part in parts if part.router is not None]
         self._thresholds = [router.threshold for router in self._routers]
         device = decoder.device

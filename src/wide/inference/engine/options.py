@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from wide.inference.operators.table import OperatorTable
-from wide.inference.reading.weights import EngineRouter, LayerWeights
+from wide.inference.reading.weights import LayerWeights, Sublayer
 
 LayerMasks = Sequence[tuple[Tensor | None, Tensor | None]]
 """For each layer the attention mask and the FFN mask, bool [tokens, N_G]; None leaves the half to its router."""
@@ -34,12 +34,13 @@ class ForwardOptions:
 def force(layers: Sequence[LayerWeights], masks: LayerMasks) -> LayerMasks:
     """Return masks with the always-executing groups that the engine's routers add."""
     return [
-        (_extend(layer.attention.router, attention), _extend(layer.ffn.router, ffn))
+        (_extend(layer.attention, attention), _extend(layer.ffn, ffn))
         for layer, (attention, ffn) in zip(layers, masks, strict=True)
     ]
 
 
-def _extend(router: EngineRouter | None, mask: Tensor | None) -> Tensor | None:
+def _extend(part: Sublayer | None, mask: Tensor | None) -> Tensor | None:
+    router = None if part is None else part.router
     if mask is None or router is None or router.extra == 0:
         return mask
     return torch.cat((mask, mask.new_ones(mask.shape[0], router.extra)), 1)

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
+from wide.inference.reading.pruned import padded_basis, subspaces
 from wide.inference.reading.quantising import Weights
 from wide.inference.reading.stacking import unstack_linears
 from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known, require_plain
-from wide.models.attach import attachment, is_attached
+from wide.models.attach import attachment, is_attached, plan_of
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import discover, scale_and_cap
 from wide.models.observe import bypass
 from wide.models.pretrained import peft_adapters
-from wide.plan import Following, Plan, Routed
+from wide.plan import EMBEDDING_BASIS, Dense, Following, Plan, Routed, Skipped
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
 _ROPE_TYPES = ("default", "llama3", "linear", "yarn")
@@ -41,6 +42,7 @@ class ModelWeights:
         norm: Before the head.
         embedding_scale: Factor of embedded tokens, or None.
         input_scale: Factor of what enters the first layer, embeddings of the caller's own included, or None.
+        entry: What projects the stream before the first layer, [D', D], or None.
         logit_scale: Factor of the logits, or None.
         logit_cap: Bound of the logits, or None.
         max_length: Largest position plus one.
@@ -53,6 +55,7 @@ class ModelWeights:
     norm: Norm
     embedding_scale: float | None
     input_scale: float | None
+    entry: Tensor | None
     logit_scale: float | None
     logit_cap: float | None
     max_length: int
@@ -81,12 +84,14 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
         )
     if is_attached(model):
         state = attachment(model)
-        require_routing_alone(state.plan, is_replaced=state.replaced is not None)
+        plan, tensors = state.plan, state.static_parameters()
+        require_readable(plan, is_replaced=state.replaced is not None, weights=weights)
         if peft_adapters(model):
             raise UnsupportedModelError("the engine reads plain weights; merge LoRA first: wide.merge_lora(model)")
         specs = state.specs
     else:
         specs = discover(model)
+        plan, tensors = plan_of(specs, lambda *_: Dense()), {}
     base = whole.base_model
     for name in ("norm", "rotary_emb"):
         if getattr(base, name, None) is None:
@@ -114,7 +119,8 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
                 "layers share the weight of a projection, and the engine takes each layer's own; give each a copy "
                 "(linear.weight = nn.Parameter(linear.weight.detach().clone())), or run the model masked"
             )
-        layers = tuple(read_layer(spec, each, taken) for spec, each in zip(specs, angles, strict=True))
+        spaces = [(None, None) if plan.stream is None else subspaces(spec, tensors, len(specs)) for spec in specs]
+        layers = tuple(map(read_layer, specs, angles, [taken] * len(specs), plan.layers, spaces))
         last = LinearWeights(head.weight.detach(), None if head.bias is None else head.bias.detach())
         if weights != "model" and type(head) is nn.Linear:
             # A token reads as much of it as of five layers half of which is skipped, and perplexity stays.
@@ -130,6 +136,7 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
             norm=norm,
             embedding_scale=_embedding_scale(embed),
             input_scale=_unless_one(getattr(base, _INPUT_MULTIPLIER, None)),
+            entry=None if plan.stream is None else padded_basis(tensors[EMBEDDING_BASIS]).T.to(embedding),
             logit_scale=_unless_one(scale),
             logit_cap=cap,
             max_length=max_length,
@@ -148,17 +155,21 @@ def _give_back(specs: Sequence[BlockSpec], taken: Weights, *, drops: bool = Fals
         unstack_linears([part for part in parts if isinstance(part, nn.Linear)])
 
 
-def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
+def require_readable(plan: Plan, *, is_replaced: bool, weights: str) -> None:
     """Refuse plans of which the engine knows a part only.
 
-    Raises UnsupportedModelError if a half is pruned for every token or follows another, the stream is projected, base
-    weights are replaced, or a router is not a bottleneck over its own sublayer's stream, evicts keys and values, or
-    protects first tokens.
+    Raises UnsupportedModelError if a plan with routers also prunes for every token or replaces base weights, one
+    without is to run in int8, a half follows another or is left out beside a projected stream, or a router is not a
+    bottleneck over its own sublayer's stream, evicts keys and values, or protects first tokens.
     """
-    if plan.is_static or is_replaced:
+    if plan.is_routed and (plan.is_static or is_replaced):
         raise UnsupportedModelError(
-            "this plan prunes the same for every token; wide.materialise(model) takes it out of the model, which then "
-            "runs as any other. The engine is for routers"
+            "this plan has routers and also prunes the same for every token; the engine runs the one or the other, so "
+            "run the model as it is, masked"
+        )
+    if (plan.is_static or is_replaced) and weights != "model":
+        raise UnsupportedModelError(
+            f"weights={weights!r} is for routers, and this plan prunes the same for every token; leave it out"
         )
     halves = [half for layer in plan.layers for _, half in layer.halves()]
     routed = [half for half in halves if isinstance(half, Routed)]
@@ -169,17 +180,20 @@ def require_routing_alone(plan: Plan, *, is_replaced: bool) -> None:
         f"routers of the form {forms[0]!r}" if forms else None,
         "an FFN that follows the attention's router" if any(isinstance(half, Following) for half in halves) else None,
         "routers that read the layer's input" if any(half.router_input == "layer_input" for half in routed) else None,
+        "sublayers left out of a projected stream"
+        if plan.stream is not None and any(isinstance(half, Skipped) for half in halves)
+        else None,
     ]
     found = next((reason for reason in what if reason is not None), None)
     if found is not None:
         raise UnsupportedModelError(
-            f"this plan has {found}; the engine knows a bottleneck router for each half, so run the model as it is, "
-            "masked"
+            f"this plan has {found}; the engine knows a bottleneck router for each half and static plans, so run the "
+            "model as it is, masked"
         )
 
 
 def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max_length: int) -> None:
-    """Compare dense logits of a few tokens with the model's own.
+    """Compare logits of a few tokens with the model's own, dense ones where it has routers.
 
     Raises UnsupportedModelError if they differ by more than rounding: the model has a part that was overlooked.
     """
@@ -191,7 +205,8 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
         0, weight.shape[0], (1, min(_PROBE_TOKENS, max_length)), generator=torch.Generator().manual_seed(0)
     )
     ids = ids.to(weight.device)
-    with torch.no_grad(), bypass(model) if is_attached(model) else nullcontext():
+    is_routed = is_attached(model) and attachment(model).plan.is_routed
+    with torch.no_grad(), bypass(model) if is_routed else nullcontext():
         wanted = whole(ids, use_cache=False).logits.float()
     error = ((runs(ids).float() - wanted).norm() / wanted.norm()).item()
     if not error <= _TOLERANCE[weight.dtype]:

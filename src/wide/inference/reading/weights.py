@@ -12,12 +12,15 @@ from torch.nn import functional
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.reading.attention_form import AttentionForm, paired, read_form
+from wide.inference.reading.pruned import Subspace, read_projections
 from wide.inference.reading.quantising import Weights
 from wide.kernels.rms_norm import rms_norm
 from wide.kernels.route import RouteWeights, split_weights
 from wide.models.block_spec import BlockSpec, FeedForwardSpec, SublayerSpec, plain_linear
-from wide.models.gates import ROUTER_NAME
+from wide.models.gates import GATE_NAME, ROUTER_NAME
 from wide.models.router import Router
+from wide.models.stream import STREAM_NAME
+from wide.plan import LayerPlan, Skipped
 
 ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -26,6 +29,8 @@ ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 _MULTIPLIER = "residual_multiplier"
+# Modules that a plan put there.
+_OURS = (ROUTER_NAME, GATE_NAME, STREAM_NAME)
 # At least any threshold: the offset of a row of the router that always executes.
 _ALWAYS = float("inf")
 
@@ -86,12 +91,15 @@ class Sublayer:
         post_norm: Of its output, before that is added to the stream, or None.
         multiplier: Of its output, or None.
         router: None where the sublayer is not routed.
+        shortcut: What takes the stream from the basis that this reads to the one that it leaves, [D', D'] (of the last
+            sublayer [D, D']); None where the stream is not projected.
     """
 
     norm: Norm | None
     post_norm: Norm | None
     multiplier: float | None
     router: EngineRouter | None
+    shortcut: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,11 +129,6 @@ class AttentionWeights(Sublayer):
     cos: Tensor
     sin: Tensor
 
-    @property
-    def num_kv_heads(self) -> int:
-        """H_k."""
-        return self.kv.outputs // (2 * self.head_dim)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardWeights(Sublayer):
@@ -137,15 +140,26 @@ class FeedForwardWeights(Sublayer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights:
-    """One decoder layer; both sublayers of a `parallel` one read the same norm."""
+    """One decoder layer without what is left out for every token; both sublayers of a `parallel` one share a norm."""
 
     index: int
-    attention: AttentionWeights
-    ffn: FeedForwardWeights
+    attention: AttentionWeights | None
+    ffn: FeedForwardWeights | None
     parallel: bool
 
+    @property
+    def parts(self) -> list[AttentionWeights | FeedForwardWeights]:
+        """The sublayers that there are."""
+        return [part for part in (self.attention, self.ffn) if part is not None]
 
-def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights) -> LayerWeights:
+
+def read_layer(
+    spec: BlockSpec,
+    angles: tuple[Tensor, Tensor],
+    weights: Weights,
+    plan: LayerPlan,
+    spaces: tuple[Subspace | None, Subspace | None],
+) -> LayerWeights:
     """Return a layer's weights.
 
     Raises UnsupportedModelError if the layer has a part that the engine does not know; the message names it.
@@ -153,6 +167,7 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights)
     Args:
         angles: Cosines and sines by position, [max_length, r].
         weights: Takes the layer's projections.
+        spaces: The stream around its attention and its FFN, where it is projected.
     """
     where = f"layer {spec.index}"
     attention, ffn = spec.attention, require_plain(spec)
@@ -160,20 +175,31 @@ def read_layer(spec: BlockSpec, angles: tuple[Tensor, Tensor], weights: Weights)
     norms = [norm for part in parts for norm in (part.pre_norm, part.post_norm) if norm is not None]
     require_known(spec.layer, (attention.module, ffn.module, *norms), where, _MULTIPLIER)
     names, multiplier = (f"{where}: attention", f"{where}: FFN"), getattr(spec.layer, _MULTIPLIER, None)
+    like = plain_linear(attention.output, spec.index).weight
     around = [
         {
-            "norm": read_norm(part.pre_norm, f"{name}, norm before it"),
+            "norm": _cut_norm(read_norm(part.pre_norm, f"{name}, norm before it"), space),
             "post_norm": read_norm(part.post_norm, f"{name}, norm after it"),
             "multiplier": multiplier,
+            "shortcut": None if space is None else space.shortcut.to(like),
         }
-        for name, part in zip(names, parts, strict=True)
+        for name, part, space in zip(names, parts, spaces, strict=True)
     ]
+    has_attention, has_ffn = (not isinstance(half, Skipped) for half in (plan.attention, plan.ffn))
     return LayerWeights(
         index=spec.index,
-        attention=_attention(names[0], spec, around[0], angles, weights),
-        ffn=_feed_forward(names[1], spec, ffn, around[1], weights),
+        attention=_attention(names[0], spec, around[0], angles, weights, spaces[0]) if has_attention else None,
+        ffn=_feed_forward(names[1], spec, ffn, around[1], weights, spaces[1]) if has_ffn else None,
         parallel=spec.shares_norm,
     )
+
+
+def _cut_norm(norm: Norm | None, space: Subspace | None) -> Norm | None:
+    """Return the norm of a projected stream, whose weight the projections have; its mean is over fewer values."""
+    if norm is None or space is None:
+        return norm
+    width, kept = space.before.shape
+    return Norm(weight=norm.weight.new_ones(kept), eps=norm.eps * width / kept)
 
 
 def require_plain(spec: BlockSpec) -> FeedForwardSpec:
@@ -207,7 +233,7 @@ def require_known(module: nn.Module, parts: Iterable[object], where: str, *numbe
     known = set(parts)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     for name, child in module.named_children():
-        if child not in known and name != ROUTER_NAME and next(child.parameters(), None) is not None:
+        if child not in known and name not in _OURS and next(child.parameters(), None) is not None:
             names.append(name)
     for name, value in vars(module).items():
         if isinstance(value, float) and value != 1 and name not in numbers and not name.endswith("dropout"):
@@ -250,12 +276,16 @@ def apply_norm(norm: Norm | None, x: Tensor, addend: Tensor | None, backend: str
 
 
 def _attention(
-    where: str, spec: BlockSpec, around: dict[str, Any], angles: tuple[Tensor, Tensor], weights: Weights
+    where: str,
+    spec: BlockSpec,
+    around: dict[str, Any],
+    angles: tuple[Tensor, Tensor],
+    weights: Weights,
+    space: Subspace | None,
 ) -> AttentionWeights:
     part = spec.attention
     head_norms = [getattr(part.module, name, None) for name in ("q_norm", "k_norm")]
     require_known(part.module, (*part.linears(), *head_norms), where, "scaling", "attn_logit_softcapping")
-    reading = [each for each in (part.query, part.key, part.value) if each is not None]
     q_norm, k_norm = (read_norm(norm, f"{where}, norm of heads") for norm in head_norms)
     kinds = [None if norm is None else (norm.eps, norm.unit_offset, norm.centered) for norm in (q_norm, k_norm)]
     if any(norm is not None and norm.centered for norm in (q_norm, k_norm)):
@@ -268,13 +298,13 @@ def _attention(
         cos, sin = cos[:, :0], sin[:, :0]
     # Last, since what tries the module needs its own weights.
     # Rounding what these read costs as much perplexity as all the rest, for a seventh of the time.
-    qkv = weights.take([plain_linear(each, spec.index) for each in reading], where, rounds=False)
-    output = plain_linear(part.output, spec.index)
+    reading, output, width = read_projections(spec, part, space)
+    qkv = weights.take(reading, where, rounds=False)
     return AttentionWeights(
         **around,
         qkv=qkv,
-        query=qkv.rows(None, part.query_width),
-        kv=qkv.rows(part.query_width, None),
+        query=qkv.rows(None, width),
+        kv=qkv.rows(width, None),
         output=weights.take([output], where),
         q_norm=q_norm,
         k_norm=k_norm,
@@ -288,7 +318,12 @@ def _attention(
 
 
 def _feed_forward(
-    where: str, spec: BlockSpec, part: FeedForwardSpec, around: dict[str, Any], weights: Weights
+    where: str,
+    spec: BlockSpec,
+    part: FeedForwardSpec,
+    around: dict[str, Any],
+    weights: Weights,
+    space: Subspace | None,
 ) -> FeedForwardWeights:
     require_known(part.module, (*part.linears(), part.activation), where)
     activation = ACTIVATIONS.get(type(part.activation).__name__)
@@ -296,14 +331,13 @@ def _feed_forward(
         raise UnsupportedModelError(
             f"{where}: no operator for the activation {type(part.activation).__name__}; there are {sorted(ACTIVATIONS)}"
         )
-    reading = [plain_linear(each, spec.index) for each in (part.gate, part.up) if each is not None]
-    down = plain_linear(part.down, spec.index)
-    router = _router(part.module, down.weight.dtype, part.width, 0)
-    size = part.width if router is None else part.width // router.num_groups
+    reading, down, width = read_projections(spec, part, space)
+    router = _router(part.module, down.weight.dtype, width, 0)
+    size = width if router is None else width // router.num_groups
     both = weights.take(reading, where, rotates=reading[0].in_features)
     return FeedForwardWeights(
         **around,
-        gated=GatedWeights.of_rows(both, part.width, activation),
+        gated=GatedWeights.of_rows(both, width, activation),
         down=weights.take([down], where, rotates=size),
         router=router,
     )
