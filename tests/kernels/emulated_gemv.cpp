@@ -60,6 +60,23 @@ static void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   }
   __syncwarp();
 }
+// As PTX lays out fragments of m16n8k32: the same with four bytes in place of two halves.
+static void multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  static uint32_t given[32][32][6];
+  const int lane = threadIdx.x % 32;
+  auto& warp = given[fiber / 32];
+  const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
+  __syncwarp();
+  memcpy(warp[lane], own, sizeof own);
+  __syncwarp();
+  const auto byte = [&](int of, int word, int place) { return int(int8_t(warp[of][word] >> 8 * (place & 3))); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k)
+      d[i] += byte(row % 8 * 4 + k % 16 / 4, row / 8 + k / 16 * 2, k) * byte(column * 4 + k % 16 / 4, 4 + k / 16, k);
+  }
+  __syncwarp();
+}
 struct Words {
   unsigned of[4];
 };
@@ -85,9 +102,9 @@ static unsigned transposed(unsigned two) {
 #define load_row load_words
 #include "kernel.cu"
 
-extern "C" void run(int blocks, const u16* x, const signed char* weight, const signed char* up_weight, const u16* bias, const u16* up_bias, const float* scale,
-                    const float* up_scale, const u8* mask, u16* out, int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {
+extern "C" void run(int blocks, const Element* x, const signed char* weight, const signed char* up_weight, const u16* bias, const u16* up_bias, const float* scale,
+                    const float* up_scale, const float* x_scale, const u8* mask, u16* out, int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {
   launch(blocks, THREADS, [=] {
-    gemv_int8(x, weight, up_weight, bias, up_bias, scale, up_scale, mask, out, M, N, K, stride_x, stride_w, stride_up, stride_mask, groups);
+    gemv_int8(x, weight, up_weight, bias, up_bias, scale, up_scale, x_scale, mask, out, M, N, K, stride_x, stride_w, stride_up, stride_mask, groups);
   });
 }

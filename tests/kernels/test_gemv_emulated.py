@@ -5,6 +5,7 @@ import functools
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from benchmarks.cases.gemv import _INT8_K, _INT8_MN, GEMV_K, GEMV_MN
 from wide.kernels.gemv import _cuda
 from wide.kernels.int8 import hadamard, rotated
+from wide.kernels.linear_int8.reference import linear_int8_reference
 
 FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler of C++ (g++) here")
@@ -58,7 +60,7 @@ def test_products_are_the_reference_s(operator, case, emulated, monkeypatch):
     monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
     arguments = operator.build(case, torch.device("cpu"))
     # Whatever memory held before is in no result.
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: x.new_full(shape, float("nan")))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **how: x.new_full(shape, float("nan"), **how))
     given = dict(arguments)
     rows = [given.pop(name) for name in ("x", "h") if name in given]
     got = getattr(_cuda, operator.name)(*rows, given.pop("weight"), given.pop("mask"), **given)
@@ -88,4 +90,45 @@ def test_as_many_rows_as_fill_two_fragments(rows, dtype, emulated, monkeypatch):
     scale = torch.rand(32, generator=generator) / 640
     got = _cuda.gemv_mn(x, weight, None, scale=scale)
     wanted = (x.float() @ weight.float().T * scale).to(dtype)
+    torch.testing.assert_close(got, wanted, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "depth", "dtype", "has_bias", "num_sms"),
+    [
+        (1, 32, 64, torch.bfloat16, False, 132),
+        (9, 96, 640, torch.float16, True, 132),
+        # Blocks of sixteen warps, of eight, of eight in two teams, and of many rows in four.
+        (17, 32, 2112, torch.bfloat16, False, 132),
+        (32, 96, 192, torch.bfloat16, True, 2),
+        (25, 128, 640, torch.float16, False, 1),
+        (61, 256, 320, torch.bfloat16, True, 1),
+    ],
+)
+def test_int8_rows_are_multiplied_exactly(rows, width, depth, dtype, has_bias, num_sms, emulated, monkeypatch):
+    monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
+    monkeypatch.setattr(_cuda, "device_facts", lambda _: SimpleNamespace(capability=80, num_sms=num_sms))
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randint(-128, 128, (n, depth), generator=generator, dtype=torch.int8) for n in (rows, width))
+    x_scale, scale = (torch.rand(n, generator=generator) * 1e-2 for n in (rows, width))
+    x[0], x_scale[-1] = 127, float("nan")
+    bias = torch.randn(width, generator=generator).to(dtype) * 1e4 if has_bias else None
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **how: x.new_full(shape, float("nan"), **how))
+    got = _cuda.multiply_int8(x, weight, scale=scale, bias=bias, x_scale=x_scale, dtype=dtype)
+    wanted = linear_int8_reference(x, weight, scale, bias=bias, x_scale=x_scale, dtype=dtype)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2, equal_nan=True)
+    assert got[-1].isnan().all()
+    assert got[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize(("rows", "num_sms"), [(29, 132), (40, 1)])
+def test_halves_of_many_rows(rows, num_sms, emulated, monkeypatch):
+    monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
+    monkeypatch.setattr(_cuda, "device_facts", lambda _: SimpleNamespace(capability=80, num_sms=num_sms))
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 320, generator=generator).bfloat16()
+    weight = torch.randint(-128, 128, (128, 320), generator=generator, dtype=torch.int8)
+    scale = torch.rand(128, generator=generator) / 320
+    got = _cuda.gemv_mn(x, weight, None, scale=scale)
+    wanted = (x.float() @ weight.float().T * scale).bfloat16()
     torch.testing.assert_close(got, wanted, rtol=8e-3, atol=1e-3)

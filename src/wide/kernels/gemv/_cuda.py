@@ -1,6 +1,7 @@
-"""Decode GEMMs with int8 weights in CUDA C++ (gemv_int8.cu), for sm_80 and newer: tensor cores, for up to 16 rows."""
+"""Products of few rows with int8 weights in CUDA C++ (gemv_int8.cu), for sm_80 and newer: tensor cores."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape
 from wide.kernels.native.build import cache_folder, cubin
 from wide.kernels.native.build import obstacle as native_obstacle
 from wide.kernels.native.launch import Kernel, misaligned
+from wide.kernels.tuning import bucket
 
 SOURCE = Path(__file__).with_name("gemv_int8.cu")
-MAX_ROWS = 16
+MAX_ROWS, MAX_INT8_ROWS = 16, 32
+"""Rows that a product takes as they are, and in int8."""
 CHANNELS, PIECE = 16, 64
-"""Outputs of a block, and inputs that a warp multiplies at a time, as in the source."""
-_THREADS, _MAX_GROUPS = 256, 1024
+"""Weight rows of a tile, and inputs that a warp multiplies at a time, as in the source."""
+_MAX_GROUPS = 1024
 
 
 def obstacle(device: torch.device, _: torch.dtype) -> str | None:
@@ -37,15 +40,31 @@ def supports(shape: GemvShape) -> str | None:
 
 
 def macros(num_rows: int, *, float16: bool, **chosen: int) -> dict[str, int]:
-    """Return what is compiled in; what is not named is 0."""
-    names = ("SUMS", "GATED", "ACTIVATION", "HAS_MASK", "ZERO_SKIPPED", "HAS_BIAS", "HAS_UP_BIAS", "ROTATES")
-    return dict.fromkeys(names, 0) | {"GROUP": PIECE, "FLOAT16": int(float16), "WIDE": int(num_rows > 8)} | chosen
+    """Return what is compiled in; of what is not named, flags are 0."""
+    names = ("SUMS", "GATED", "ACTIVATION", "HAS_MASK", "ZERO_SKIPPED", "HAS_BIAS", "HAS_UP_BIAS", "INT8", "ROTATES")
+    tiles = bucket(-(-num_rows // 8))
+    sizes = {"GROUP": PIECE, "TILES": tiles, "WARPS": 8, "TEAMS": 1}
+    return dict.fromkeys(names, 0) | {"FLOAT16": int(float16)} | sizes | chosen
+
+
+def shared_out(variant: Mapping[str, int], width: int, num_sms: int) -> dict[str, int]:
+    """Return warps and teams of a block with which most multiprocessors have work, and rows are read often by none.
+
+    Args:
+        variant: What else is compiled in (`macros`).
+        width: Rows of a weight matrix.
+    """
+    if variant["TILES"] <= 2:
+        return {"WARPS": 8, "TEAMS": 1}
+    tiles = width // CHANNELS if variant["GATED"] else width // CHANNELS // 2
+    teams = next((teams for teams in (4, 2) if tiles % teams == 0 and tiles >= 2 * teams * num_sms), 1)
+    return {"WARPS": 16 if variant["TILES"] == 4 and tiles <= num_sms else 8, "TEAMS": teams}
 
 
 @functools.cache
 def _kernel(capability: int, variant: tuple[tuple[str, int], ...]) -> Kernel:
     code = cubin(SOURCE, cache_folder() / "kernels", architecture=f"sm_{capability}", macros=dict(variant))
-    return Kernel(code, SOURCE.stem, threads=_THREADS, shared_bytes=0, instead="triton")
+    return Kernel(code, SOURCE.stem, threads=32 * dict(variant)["WARPS"], shared_bytes=0, instead="triton")
 
 
 @MN_BACKENDS.register("cuda", needs=obstacle, supports=supports)
@@ -86,6 +105,19 @@ def gemv_k(
     return _run(h, weight, mask, scale, chosen, bias=bias)
 
 
+def multiply_int8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    x_scale: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Run `linear_int8_reference` of few rows in int8."""
+    return _run(x, weight, None, scale, {"INT8": 1}, bias=bias, x_scale=x_scale, dtype=dtype)
+
+
 def _size(rotation: torch.Tensor | None) -> int:
     """Return the channels of a block, 0 where none is rotated; the kernel knows the entries of `hadamard`."""
     return 0 if rotation is None else len(rotation)
@@ -103,25 +135,31 @@ def _run(
     bias: torch.Tensor | None = None,
     up_bias: torch.Tensor | None = None,
     zero_skipped: bool = False,
+    x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    require(misaligned({"x": x}, (bias, up_bias)) or misaligned({"weight": weight, "up_weight": up_weight}, ()))
+    biases = (bias, up_bias) if x_scale is None else ()
+    require(misaligned({"x": x}, biases) or misaligned({"weight": weight, "up_weight": up_weight}, ()))
     num_rows, depth = x.shape
     width = weight.shape[0]
-    out = x.new_empty(num_rows, width)
+    out = x.new_empty(num_rows, width, dtype=dtype or x.dtype)
     flags = {"HAS_MASK": mask, "HAS_BIAS": bias, "HAS_UP_BIAS": up_bias}
     chosen |= {name: int(value is not None) for name, value in flags.items()} | {"ZERO_SKIPPED": int(zero_skipped)}
-    variant = macros(num_rows, float16=x.dtype == torch.float16, **{key: int(value) for key, value in chosen.items()})
-    kernel = _kernel(device_facts(x.device).capability, tuple(sorted(variant.items())))
+    variant = macros(num_rows, float16=out.dtype == torch.float16, **{key: int(value) for key, value in chosen.items()})
+    facts = device_facts(x.device)
+    variant |= shared_out(variant, width, facts.num_sms)
+    tiles = 2 if variant["TILES"] > 2 and up_weight is None else 1
+    kernel = _kernel(facts.capability, tuple(sorted(variant.items())))
     up = weight if up_weight is None else up_weight
     kernel(
         x.device,
-        width // CHANNELS,
+        width // (CHANNELS * tiles * variant["TEAMS"]),
         x,
         weight,
         up,
         *(out if each is None else each for each in (bias, up_bias)),
         scale,
-        scale if up_scale is None else up_scale,
+        *(scale if each is None else each for each in (up_scale, x_scale)),
         out if mask is None else mask,
         out,
         num_rows,

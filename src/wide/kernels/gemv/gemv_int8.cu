@@ -1,23 +1,36 @@
-// Products of one to 16 rows with int8 weights, for sm_80 and newer: weights go from memory to registers, and tensor cores add up.
+// Products of one to 64 rows with int8 weights, for sm_80 and newer: weights go from memory to registers, and tensor cores add up.
 //
-// A block owns 16 channels (of gate and up 16 each) and its warps share out the inputs, 64 at a time. Of such a piece a lane reads 16
-// bytes of two weight rows, and turns them into halves; which inputs a product takes together does not matter, so the rows are read in
-// the same order, and nothing moves between lanes. A conversion instruction would take four times as long as the two or three here.
+// A warp owns 16 channels (of gate and up 16 each; of more than 16 rows 32, since each reads all rows) and shares out the inputs with
+// others of its block, 64 at a time. A block of several such teams reads rows from memory once, the others find them in its cache. Of such a piece a lane reads 16 bytes of two weight rows, and turns them into halves, unless the rows are
+// int8, too; which inputs a product takes together does not matter, so the rows are read in the same order, and nothing moves between
+// lanes. A conversion instruction would take four times as long as the two or three here.
 //
 // Compiled for each combination of: SUMS (groups lie along the inputs, else along the channels, or there are none); GATED; ACTIVATION 0
 // none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_MASK, ZERO_SKIPPED, HAS_BIAS, HAS_UP_BIAS; FLOAT16 (else bfloat16); GROUP (channels of a group,
-// where groups lie along the inputs); WIDE (9 to 16 rows); ROTATES (rows are multiplied by a Hadamard matrix first, in blocks of 16 or 64
-// channels; 0 = they are not). Parameters are described at `gemv_mn` and `gemv_k` in op.py.
+// where groups lie along the inputs); TILES (of eight rows: 1, 2, 4 or 8); WARPS of a block, in TEAMS; INT8 (rows are int8 and have scales); ROTATES
+// (rows are multiplied by a Hadamard matrix first, in blocks of 16 or 64 channels; 0 = they are not). Parameters are described at
+// `gemv_mn` and `gemv_k` in op.py.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, CHANNELS = 16;
-constexpr int PIECE = 64;                       // inputs that a warp multiplies at a time
-constexpr int PARTS = GATED ? 2 : 1;            // weight matrices
-constexpr int AHEAD = GATED ? 2 : 4;            // pieces whose weights are under way
-constexpr int TILES = WIDE ? 2 : 1;             // of eight rows
+constexpr int THREADS = 32 * WARPS, CHANNELS = 16;
+constexpr int PIECE = 64;                           // inputs that a warp multiplies at a time
+constexpr int PARTS = GATED || TILES > 2 ? 2 : 1;   // times 16 weight rows: of two matrices, or neighbours
+constexpr int OUTPUTS = GATED ? CHANNELS : CHANNELS * PARTS;   // of a team
+constexpr int TEAM = WARPS / TEAMS;
+static_assert(TEAMS == 1 || !HAS_MASK, "a team that skips its channels would leave the others waiting");
+constexpr int AHEAD = PARTS == 2 ? 2 : 4;           // pieces whose weights are under way
+constexpr int ROUND = TILES < 2 ? 1 : 2;            // tiles that are added up at a time
+constexpr int ROW_WORDS = INT8 ? 1 : 2;             // times 16 bytes of a row make up a lane's share of a piece
 constexpr int MAX_GROUPS = 1024;
+#if INT8
+typedef signed char Element;
+typedef int Sum;
+#else
+typedef u16 Element;
+typedef float Sum;
+#endif
 
 #ifndef EMULATED
 struct Words {
@@ -34,7 +47,7 @@ __device__ __forceinline__ Words load_weights(const signed char* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.of[0]), "=r"(v.of[1]), "=r"(v.of[2]), "=r"(v.of[3]) : "l"(p));
   return v;
 }
-__device__ __forceinline__ Words load_row(const u16* p) {
+__device__ __forceinline__ Words load_row(const Element* p) {
   Words v;
   asm("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.of[0]), "=r"(v.of[1]), "=r"(v.of[2]), "=r"(v.of[3]) : "l"(p));
   return v;
@@ -43,6 +56,12 @@ __device__ __forceinline__ Words load_row(const u16* p) {
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// The same of int8, over 32 inputs.
+__device__ __forceinline__ void multiply(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // x + y of two halves each.
@@ -146,15 +165,15 @@ struct Rotation {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(256, WIDE || ROTATES ? 2 : 3)
-gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, const signed char* __restrict__ up_weight, const u16* __restrict__ bias,
-          const u16* __restrict__ up_bias, const float* __restrict__ scale, const float* __restrict__ up_scale, const u8* __restrict__ mask, u16* __restrict__ out,
-          int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {
-  __shared__ float sums[WARPS][PARTS * TILES][4][32];
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 || TILES > 4 ? 1 : TILES > 1 || ROTATES ? 2 : 3)
+gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight, const signed char* __restrict__ up_weight, const u16* __restrict__ bias,
+          const u16* __restrict__ up_bias, const float* __restrict__ scale, const float* __restrict__ up_scale, const float* __restrict__ x_scale, const u8* __restrict__ mask,
+          u16* __restrict__ out, int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {
+  __shared__ Sum sums[WARPS][PARTS * ROUND][4][32];
   __shared__ u16 list[SUMS ? MAX_GROUPS : 1];
   __shared__ u32 votes[WARPS];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int first = blockIdx.x * CHANNELS;
+  const int first = (blockIdx.x * TEAMS + warp / TEAM) * OUTPUTS;
   int pieces = K / PIECE;
   if (SUMS) {
     // The groups that some row executes, in order.
@@ -182,7 +201,7 @@ gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, con
     for (int row = 0; row < M; ++row) executes |= mask[row * stride_mask + group] != 0;
     if (!executes) {
       if (ZERO_SKIPPED)
-        for (int i = thread; i < CHANNELS * M; i += THREADS) out[(i / CHANNELS) * N + first + i % CHANNELS] = 0;
+        for (int i = thread % (32 * TEAM); i < OUTPUTS * M; i += 32 * TEAM) out[(i / OUTPUTS) * N + first + i % OUTPUTS] = 0;
       return;
     }
   }
@@ -190,20 +209,20 @@ gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, con
   const int inner = lane >> 2, begin = (lane & 3) * 16;
   const signed char* from[PARTS];
   from[0] = weight + (long long)(first + inner) * stride_w + begin;
-  if (GATED) from[PARTS - 1] = up_weight + (long long)(first + inner) * stride_up + begin;
-  const int down[2] = {8 * stride_w, 8 * stride_up};
-  float total[PARTS * TILES][4] = {};
+  if (PARTS == 2) from[PARTS - 1] = GATED ? up_weight + (long long)(first + inner) * stride_up + begin : from[0] + (long long)CHANNELS * stride_w;
+  const int down[2] = {8 * stride_w, 8 * (GATED ? stride_up : stride_w)};
+  Sum total[PARTS * TILES][4] = {};
 #if ROTATES
   const Rotation rotation(lane);
 #endif
 #pragma unroll 1
-  for (int start = warp; start < pieces; start += WARPS * AHEAD) {
+  for (int start = warp % TEAM; start < pieces; start += TEAM * AHEAD) {
     Words weights[AHEAD][PARTS][2];
     int at[AHEAD], group[AHEAD];
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
       // Beyond the last piece it is read again, and multiplied by zeros.
-      const int piece = min(start + a * WARPS, pieces - 1);
+      const int piece = min(start + a * TEAM, pieces - 1);
       group[a] = SUMS ? list[piece / (GROUP / PIECE)] : 0;
       at[a] = SUMS ? group[a] * GROUP + piece % (GROUP / PIECE) * PIECE : piece * PIECE;
 #pragma unroll
@@ -214,23 +233,32 @@ gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, con
     }
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) {
-      Words rows[TILES][2];
+      Words rows[TILES][ROW_WORDS];
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         const int row = inner + 8 * t;
-        rows[t][0] = rows[t][1] = {};
-        bool counts = row < M && start + a * WARPS < pieces;
+        bool counts = row < M && start + a * TEAM < pieces;
         // Of a group that a row skips it may hold anything.
         if (SUMS && counts && M > 1) counts = mask[row * stride_mask + group[a]] != 0;
-        if (counts) {
-          const u16* const p = x + (long long)row * stride_x + at[a] + begin;
-          rows[t][0] = load_row(p);
-          rows[t][1] = load_row(p + 8);
+#pragma unroll
+        for (int w = 0; w < ROW_WORDS; ++w) {
+          rows[t][w] = {};
+          if (counts) rows[t][w] = load_row(x + (long long)row * stride_x + at[a] + begin + 8 * w);
         }
 #if ROTATES
         rotation.turn(rows[t]);
 #endif
       }
+#if INT8
+#pragma unroll
+      for (int s = 0; s < 4; s += 2)
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+          const Words &low = weights[a][p][0], &high = weights[a][p][1];
+#pragma unroll
+          for (int t = 0; t < TILES; ++t) multiply(total[p * TILES + t], low.of[s], high.of[s], low.of[s + 1], high.of[s + 1], rows[t][0].of[s], rows[t][0].of[s + 1]);
+        }
+#else
 #pragma unroll
       for (int s = 0; s < 4; ++s)
 #pragma unroll
@@ -243,30 +271,43 @@ gemv_int8(const u16* __restrict__ x, const signed char* __restrict__ weight, con
             multiply(total[p * TILES + t], a0, a1, a2, a3, part.of[s % 2 * 2], part.of[s % 2 * 2 + 1]);
           }
         }
+#endif
     }
   }
 #pragma unroll
-  for (int f = 0; f < PARTS * TILES; ++f)
+  for (int begun = 0; begun < TILES; begun += ROUND) {
+    if (begun > 0) __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[warp][f][i][lane] = total[f][i];
-  __syncthreads();
-  // A thread finishes a channel of a row: where its sum lies in a fragment is fixed.
-  if (thread >= CHANNELS * M) return;
-  const int channel = thread % CHANNELS, row = thread / CHANNELS;
-  const int owner = (channel & 7) * 4 + (row & 7) / 2, slot = (channel >> 3) * 2 + (row & 1), tile = row >> 3;
-  float value[PARTS] = {};
-  for (int w = 0; w < WARPS; ++w)
+    for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-    for (int p = 0; p < PARTS; ++p) value[p] += sums[w][p * TILES + tile][slot][owner];
-  const int to = first + channel;
-  value[0] *= scale[to];
-  if (HAS_BIAS) value[0] += as_float(bias[to]);
-  value[0] = activate(value[0]);
-  if (GATED) {
-    value[PARTS - 1] *= up_scale[to];
-    if (HAS_UP_BIAS) value[PARTS - 1] += as_float(up_bias[to]);
-    value[0] *= value[PARTS - 1];
+      for (int t = 0; t < ROUND; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[warp][p * ROUND + t][i][lane] = total[p * TILES + begun + t][i];
+    __syncthreads();
+    // A thread finishes a channel of a row: where its sum lies in a fragment is fixed.
+    for (int one = thread % (32 * TEAM); one < OUTPUTS * min(8 * ROUND, M - 8 * begun); one += 32 * TEAM) {
+      const int channel = one % OUTPUTS, place = one / OUTPUTS, row = 8 * begun + place;
+      const int owner = (channel & 7) * 4 + (row & 7) / 2, slot = (channel >> 3 & 1) * 2 + (row & 1), tile = place >> 3;
+      float value[2];
+#pragma unroll
+      for (int p = 0; p < (GATED ? 2 : 1); ++p) {
+        const int part = GATED ? p : channel / CHANNELS;
+        Sum sum = 0;
+        for (int w = 0; w < TEAM; ++w) sum += sums[warp / TEAM * TEAM + w][part * ROUND + tile][slot][owner];
+        value[p] = (float)sum;
+        if (INT8) value[p] *= x_scale[row];
+      }
+      const int to = first + channel;
+      value[0] *= scale[to];
+      if (HAS_BIAS) value[0] += as_float(bias[to]);
+      value[0] = activate(value[0]);
+      if (GATED) {
+        value[1] *= up_scale[to];
+        if (HAS_UP_BIAS) value[1] += as_float(up_bias[to]);
+        value[0] *= value[1];
+      }
+      if (ZERO_SKIPPED && HAS_MASK && !SUMS && !mask[row * stride_mask + first / (N / groups)]) value[0] = 0.0f;
+      out[(long long)row * N + to] = as_half(value[0]);
+    }
   }
-  if (ZERO_SKIPPED && HAS_MASK && !SUMS && !mask[row * stride_mask + first / (N / groups)]) value[0] = 0.0f;
-  out[(long long)row * N + to] = as_half(value[0]);
 }

@@ -1,4 +1,4 @@
-"""Dense products with int8 weights in CUDA C++, of few rows as of a step, and on Hopper of int8 rows."""
+"""Dense products with int8 weights in CUDA C++: of few rows as of a step, and on Hopper of int8 rows."""
 
 import torch
 
@@ -20,12 +20,20 @@ def supports(shape: Int8Shape) -> str | None:
             return f"the kernel in CUDA C++ takes up to {gemv.MAX_ROWS} rows that are not int8, got {shape.rows}"
         return gemv.supports(GemvShape(shape.dtype, shape.depth, shape.width, int8=True))
     step = hopper_step(torch.int8)
+    if _is_small(shape):
+        return None
     if shape.width % CLUSTER_TILE[1] == 0 and step and shape.depth % step == 0:
         return None
     return (
-        f"the kernel in CUDA C++ wants N a multiple of {CLUSTER_TILE[1]} and K of {step} for int8 rows; got "
-        f"N={shape.width}, K={shape.depth}"
+        f"the kernels in CUDA C++ want N a multiple of {CLUSTER_TILE[1]} and K of {step} for int8 rows, or up to "
+        f"{gemv.MAX_INT8_ROWS} of them; got {shape.rows} rows, N={shape.width}, K={shape.depth}"
     )
+
+
+def _is_small(shape: Int8Shape) -> bool:
+    """Return whether the kernel of few rows takes these in int8: it reads weights with all multiprocessors."""
+    fits = shape.width % (2 * gemv.CHANNELS) == 0 and shape.depth % gemv.PIECE == 0
+    return shape.rows <= gemv.MAX_INT8_ROWS and fits
 
 
 @BACKENDS.register("cuda", needs=_obstacle, supports=supports)
@@ -42,4 +50,6 @@ def linear_int8(
     """Run `linear_int8_reference`."""
     if x_scale is None:
         return gemv.gemv_mn(x, weight, None, bias=bias, scale=scale, rotation=rotation)
+    if _is_small(Int8Shape(x.shape[0], x.dtype, *weight.shape)):
+        return gemv.multiply_int8(x, weight, bias=bias, x_scale=x_scale, scale=scale, dtype=dtype)
     return multiply(x, weight, None, bias=bias, x_scale=x_scale, scale=scale, dtype=dtype)
