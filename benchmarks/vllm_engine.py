@@ -355,10 +355,17 @@ def draw_weights(model: Any, config: Any) -> None:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config).state_dict()
     torch.manual_seed(0)
+    # On a GPU, where eight billion take a second; a CPU takes minutes.
+    device = next(model.parameters()).device
     # Routers come last: the others are then the same with and without them.
     names = sorted(whole, key=lambda name: "wide_router" in name)
     model.load_weights(
-        (name, torch.ones(whole[name].shape) if "norm" in name else torch.normal(0.0, 0.02, whole[name].shape))
+        (
+            name,
+            torch.ones(whole[name].shape, device=device)
+            if "norm" in name
+            else torch.normal(0.0, 0.02, whole[name].shape, device=device),
+        )
         for name in names
     )
 
