@@ -60,45 +60,13 @@ def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTil
 
 @triton.jit(do_not_specialize=["stride_pb", "num_pairs"])
 def _attend_share(
-    Q,
-    K,
-    V,
-    PART_OUT,
-    PART_MAX,
-    PART_SUM,
-    ENDS,
-    LENGTHS,
-    STARTS,
-    MASK,
-    PAGES,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_mb,
-    stride_pb,
-    num_pairs,
-    window,
-    scale,
-    cap_in,
-    cap_out,
-    PAIRS: tl.constexpr,
-    NUM_UNITS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PAGE: tl.constexpr,
-):
+    Q, K, V, PART_OUT, PART_MAX, PART_SUM, ENDS, LENGTHS, STARTS, MASK, PAGES,
+    stride_qb, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_mb, stride_pb,
+    num_pairs, window, scale, cap_in, cap_out,
+    PAIRS: tl.constexpr, NUM_UNITS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, HAS_CAP: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     is_pair = pair < num_pairs
@@ -195,19 +163,10 @@ def _attend_share(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _merge_parts(
-    OUT,
-    PART_OUT,
-    PART_MAX,
-    PART_SUM,
-    ENDS,
-    num_pairs,
-    num_programs,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-):
+    OUT, PART_OUT, PART_MAX, PART_SUM, ENDS,
+    num_pairs, num_programs,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Merge the partial results of one (pair, head); a pair without blocks gets zeros."""
     pair = tl.program_id(0)
     head = tl.program_id(1)
@@ -272,35 +231,15 @@ def attention_decode(
     strides = [part.stride()[:3] if pages is None else (0, *part.stride()[1:3]) for part in (k, v)]
     shape = {"HEADS": heads, "D": head_dim, "BLOCK_D": block_d, "MIN_BLOCKS": chosen.min_blocks}
     _attend_share[(num_programs,)](
-        q,
-        k,
-        v,
-        *parts,
-        ends,
-        lengths,
-        starts,
-        None if mask is None else mask.view(torch.uint8),
-        pages,
-        *q.stride()[:2],
-        *strides[0],
-        *strides[1],
-        0 if mask is None else mask.stride(0),
+        q, k, v, *parts, ends, lengths, starts, None if mask is None else mask.view(torch.uint8), pages,
+        *q.stride()[:2], *strides[0], *strides[1], 0 if mask is None else mask.stride(0),
         0 if pages is None else pages.stride(0),
-        num_pairs,
-        window,
-        *score_factors(scale, soft_cap, head_dim),
-        PAIRS=triton.next_power_of_2(num_pairs),
-        NUM_UNITS=units.num_units,
-        NUM_GROUPS=num_groups,
-        NUM_KV_HEADS=units.num_kv_heads,
-        ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)),
-        BLOCK_N=chosen.block_n,
-        HAS_CAP=soft_cap is not None,
-        PAGE=0 if pages is None else k.shape[1],
-        **shape,
-        num_warps=chosen.num_warps,
+        num_pairs, window, *score_factors(scale, soft_cap, head_dim),
+        PAIRS=triton.next_power_of_2(num_pairs), NUM_UNITS=units.num_units, NUM_GROUPS=num_groups,
+        NUM_KV_HEADS=units.num_kv_heads, ROWS=max(_MIN_ROWS, triton.next_power_of_2(heads)), BLOCK_N=chosen.block_n,
+        HAS_CAP=soft_cap is not None, PAGE=0 if pages is None else k.shape[1], **shape, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-    )
+    )  # fmt: skip
     _merge_parts[(num_pairs, heads)](
         out, *parts, ends, num_pairs, num_programs, BLOCK_P=_MERGE_BLOCK, **shape, num_warps=4
     )

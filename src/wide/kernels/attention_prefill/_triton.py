@@ -90,21 +90,9 @@ def chosen_tile(tile: Sequence[int] | None, k: torch.Tensor, v: torch.Tensor) ->
 
 @triton.jit
 def _load_block(
-    base,
-    n,
-    offsets_n,
-    offsets_d,
-    stride,
-    first,
-    T_k,
-    head,
-    b,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    USES_TMA: tl.constexpr,
-):
+    base, n, offsets_n, offsets_d, stride, first, T_k, head, b,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, USES_TMA: tl.constexpr,
+):  # fmt: skip
     if USES_TMA:
         block = base.load([b, n, head, 0]).reshape(BLOCK_N, BLOCK_D)
     else:
@@ -122,42 +110,12 @@ def _load_block(
 
 @triton.jit(do_not_specialize=["T_q", "T_k", "max_tiles"])
 def _attention_prefill(
-    Q,
-    K,
-    V,
-    OUT,
-    INDEX,
-    COUNTS,
-    RUNS,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    T_q,
-    T_k,
-    batch,
-    max_tiles,
-    band,
-    window,
-    scale,
-    cap_in,
-    cap_out,
-    NUM_UNITS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    USES_TMA: tl.constexpr,
-):
+    Q, K, V, OUT, INDEX, COUNTS, RUNS,
+    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    T_q, T_k, batch, max_tiles, band, window, scale, cap_in, cap_out,
+    NUM_UNITS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, USES_TMA: tl.constexpr,
+):  # fmt: skip
     # Within a band of units, the last tile of each comes first: longest first, and the empty ones last.
     pid = tl.program_id(0)
     in_band = pid % (max_tiles * band)
@@ -297,36 +255,14 @@ def attention_prefill(
     band = min(num_pairs, _BAND)
     block_d = triton.next_power_of_2(head_dim)
     _attention_prefill[(triton.cdiv(num_pairs, band) * band * max_tiles,)](
-        q,
-        _source(k, chosen, block_d),
-        _source(v, chosen, block_d),
-        out,
-        index,
-        counts,
-        runs,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        num_queries,
-        k.shape[1],
-        batch,
-        max_tiles,
-        band,
-        window,
-        *score_factors(scale, soft_cap, head_dim),
-        NUM_UNITS=units.num_units,
-        NUM_GROUPS=units.num_groups,
-        NUM_KV_HEADS=units.num_kv_heads,
-        HEADS=units.heads_per_unit,
-        D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-        BLOCK_N=chosen.block_n,
-        HAS_CAP=soft_cap is not None,
-        USES_TMA=bool(chosen.uses_tma),
-        num_warps=chosen.num_warps,
+        q, _source(k, chosen, block_d), _source(v, chosen, block_d), out, index, counts, runs,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        num_queries, k.shape[1], batch, max_tiles, band, window, *score_factors(scale, soft_cap, head_dim),
+        NUM_UNITS=units.num_units, NUM_GROUPS=units.num_groups, NUM_KV_HEADS=units.num_kv_heads,
+        HEADS=units.heads_per_unit, D=head_dim, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_N=chosen.block_n,
+        HAS_CAP=soft_cap is not None, USES_TMA=bool(chosen.uses_tma), num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-    )
+    )  # fmt: skip
     return out
 
 

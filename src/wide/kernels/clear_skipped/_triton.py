@@ -13,17 +13,11 @@ _VALUES, _MAX_PAIRS, _MAX_CHANNELS = 16384, 256, 512
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _clear_skipped(
-    OUT,
-    MASK,
-    num_pairs,
-    N_G,
-    stride_out,
-    stride_mask_m,
-    stride_mask_g,
-    G: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    OUT, MASK,
+    num_pairs, N_G,
+    stride_out, stride_mask_m, stride_mask_g,
+    G: tl.constexpr, PAIRS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     pairs = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     rows = (pairs // N_G).to(tl.int64)
     groups = pairs % N_G
@@ -50,14 +44,8 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor) -> None:
     pairs = min(_VALUES // block, _MAX_PAIRS)
     raw = mask.view(torch.uint8)
     _clear_skipped[(triton.cdiv(num_rows * num_groups, pairs),)](
-        values,
-        raw,
-        num_rows * num_groups,
-        num_groups,
-        values.stride(0),
-        *raw.stride(),
-        G=size,
-        PAIRS=pairs,
-        BLOCK_C=block,
-        num_warps=4,
-    )
+        values, raw,
+        num_rows * num_groups, num_groups,
+        values.stride(0), *raw.stride(),
+        G=size, PAIRS=pairs, BLOCK_C=block, num_warps=4,
+    )  # fmt: skip

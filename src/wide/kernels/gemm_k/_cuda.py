@@ -86,18 +86,10 @@ def gemm_k(
         INT8=int(x_scale is not None),
     )
     kernel(
-        h.device,
-        device_facts(h.device).num_sms,
+        h.device, device_facts(h.device).num_sms,
         kernel.tensor_map(weight, STORED_TILE[1], 128 // h.itemsize),
-        h,
-        out,
-        out if bias is None else bias,
-        *order,
-        num_rows,
-        width,
-        group_size,
-        h.stride(0),
-        out.stride(0),
+        h, out, out if bias is None else bias, *order,
+        num_rows, width, group_size, h.stride(0), out.stride(0),
         *(() if x_scale is None else (x_scale, scale)),
-    )
+    )  # fmt: skip
     return out

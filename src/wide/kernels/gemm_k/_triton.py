@@ -182,35 +182,14 @@ def _launch(
     pieces = triton.cdiv(order.block_m * block_n * 4, _REARRANGED_BYTES)
     grid = (min(order.tiles.shape[0] * parts // run, tile.ctas_per_sm * device_facts(h.device).num_sms),)
     _gemm_k_kernel[grid](
-        h,
-        TensorDescriptor.from_tensor(weight, [block_n, block_k]) if tma else weight,
-        out,
-        bias,
-        order.index,
-        order.patterns,
-        order.counts,
-        order.tiles,
-        order.num_tiles,
-        *scales,
-        order.index.shape[1],
-        parts // run,
-        column,
-        h.stride(0),
-        weight.stride(0),
-        out.stride(0),
-        S=order.groups_per_block,
-        G=group_size,
-        BLOCK_M=order.block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        RUN=run,
-        PIECES=min(4, pieces),
-        REDUCES=reduces,
-        BY_TMA=tma,
-        PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
-        num_stages=tile.num_stages,
-        num_warps=tile.num_warps,
-    )
+        h, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if tma else weight, out, bias, order.index,
+        order.patterns, order.counts, order.tiles, order.num_tiles, *scales,
+        order.index.shape[1], parts // run, column,
+        h.stride(0), weight.stride(0), out.stride(0),
+        S=order.groups_per_block, G=group_size, BLOCK_M=order.block_m, BLOCK_N=block_n, BLOCK_K=block_k, RUN=run,
+        PIECES=min(4, pieces), REDUCES=reduces, BY_TMA=tma, PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
+        num_stages=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -233,16 +212,9 @@ def _union_of(pattern, S: tl.constexpr):
 
 @triton.jit
 def _write(
-    OUT,
-    BIAS,
-    values,
-    targets,
-    inside,
-    column,
-    first,
-    REDUCES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    OUT, BIAS, values, targets, inside, column, first,
+    REDUCES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     channels = first + tl.arange(0, WIDTH)
     out = OUT + targets[:, None] + channels[None, :]
     if REDUCES:
@@ -292,34 +264,12 @@ def _scaled(total, row_scale, SCALE, column, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_k_kernel(
-    H,
-    W,
-    OUT,
-    BIAS,
-    INDEX,
-    PATTERNS,
-    COUNTS,
-    TILES,
-    NUM_TILES,
-    X_SCALE,
-    SCALE,
-    M,
-    runs,
-    first_column,
-    stride_h,
-    stride_w,
-    stride_out,
-    S: tl.constexpr,
-    G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    RUN: tl.constexpr,
-    PIECES: tl.constexpr,
-    REDUCES: tl.constexpr,
-    BY_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    H, W, OUT, BIAS, INDEX, PATTERNS, COUNTS, TILES, NUM_TILES, X_SCALE, SCALE,
+    M, runs, first_column,
+    stride_h, stride_w, stride_out,
+    S: tl.constexpr, G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RUN: tl.constexpr, PIECES: tl.constexpr, REDUCES: tl.constexpr, BY_TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     SUM: tl.constexpr = tl.int32 if X_SCALE is not None else tl.float32
     STEPS: tl.constexpr = G // BLOCK_K
     ks = tl.arange(0, BLOCK_K)
@@ -385,33 +335,20 @@ def _drain(total: torch.Tensor, out: torch.Tensor, column: int, bias: torch.Tens
     block = min(1024, triton.next_power_of_2(num_columns))
     grid = (triton.cdiv(num_rows, 4), triton.cdiv(num_columns, block))
     _drain_kernel[grid](
-        total,
-        out,
-        bias,
-        num_rows,
-        num_columns,
-        column,
-        total.stride(0),
-        out.stride(0),
-        CLEARS=clears,
-        BLOCK=block,
-        num_warps=4,
-    )
+        total, out, bias,
+        num_rows, num_columns, column,
+        total.stride(0), out.stride(0),
+        CLEARS=clears, BLOCK=block, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
 def _drain_kernel(
-    TOTAL,
-    OUT,
-    BIAS,
-    M,
-    N,
-    first_column,
-    stride_total,
-    stride_out,
-    CLEARS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    TOTAL, OUT, BIAS,
+    M, N, first_column,
+    stride_total, stride_out,
+    CLEARS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * 4 + tl.arange(0, 4)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (rows < M)[:, None] & (columns < N)[None, :]

@@ -96,19 +96,10 @@ def multiply(
         DENSE=int(order is None),
     )
     kernel(
-        x.device,
-        device_facts(x.device).num_sms // 2 * 2,
+        x.device, device_facts(x.device).num_sms // 2 * 2,
         *(kernel.tensor_map(each, _BOX_ROWS, 128 // x.itemsize) for each in (weight, up)),
-        x,
-        out,
-        out if bias is None else bias,
-        out if up_bias is None else up_bias,
-        *lists,
-        num_rows,
-        depth,
-        weight.shape[0] // (1 if order is None else order.counts.numel()),
-        x.stride(0),
-        out.stride(0),
+        x, out, out if bias is None else bias, out if up_bias is None else up_bias, *lists,
+        num_rows, depth, weight.shape[0] // (1 if order is None else order.counts.numel()), x.stride(0), out.stride(0),
         *(() if x_scale is None else (x_scale, scale, scale if up_scale is None else up_scale)),
-    )
+    )  # fmt: skip
     return out

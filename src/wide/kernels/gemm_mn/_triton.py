@@ -140,39 +140,15 @@ def gemm_mn(
     capacity = order.tiles.shape[0] * (size // block_n)
     grid = (min(capacity, ctas_per_sm * device_facts(x.device).num_sms),)
     _gemm_mn_kernel[grid](
-        x,
-        w,
-        w_up,
-        out,
-        bias,
-        up_bias,
-        order.index,
-        order.counts,
-        order.tiles,
-        order.num_tiles,
-        None if mask is None else mask.view(torch.uint8),
-        x_scale,
-        scale,
-        up_scale,
-        num_rows,
-        depth,
-        x.stride(0),
-        weight.stride(0),
-        out.stride(0),
-        *((0, 0) if mask is None else mask.stride()),
+        x, w, w_up, out, bias, up_bias, order.index, order.counts, order.tiles, order.num_tiles,
+        None if mask is None else mask.view(torch.uint8), x_scale, scale, up_scale,
+        num_rows, depth,
+        x.stride(0), weight.stride(0), out.stride(0), *((0, 0) if mask is None else mask.stride()),
         num_groups,
-        G=size,
-        BLOCK_M=order.block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GATED=up_weight is not None,
-        ACTIVATION=activation,
-        WEIGHTS_BY=weights_by,
-        WHOLE_K=depth % block_k == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_stages=num_stages,
-        num_warps=num_warps,
-    )
+        G=size, BLOCK_M=order.block_m, BLOCK_N=block_n, BLOCK_K=block_k, GATED=up_weight is not None,
+        ACTIVATION=activation, WEIGHTS_BY=weights_by, WHOLE_K=depth % block_k == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_stages=num_stages, num_warps=num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -237,38 +213,13 @@ def _clear_skipped(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_mn_kernel(
-    X,
-    W,
-    W_UP,
-    OUT,
-    BIAS,
-    UP_BIAS,
-    INDEX,
-    COUNTS,
-    TILES,
-    NUM_TILES,
-    MASK,
-    X_SCALE,
-    SCALE,
-    UP_SCALE,
-    M,
-    K,
-    stride_x,
-    stride_w,
-    stride_out,
-    stride_mask_m,
-    stride_mask_g,
+    X, W, W_UP, OUT, BIAS, UP_BIAS, INDEX, COUNTS, TILES, NUM_TILES, MASK, X_SCALE, SCALE, UP_SCALE,
+    M, K,
+    stride_x, stride_w, stride_out, stride_mask_m, stride_mask_g,
     N_G,
-    G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    WEIGHTS_BY: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, WEIGHTS_BY: tl.constexpr, WHOLE_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     SUM: tl.constexpr = tl.int32 if X_SCALE is not None else tl.float32
     PARTS: tl.constexpr = G // BLOCK_N
     STACKED: tl.constexpr = WEIGHTS_BY == 2
@@ -348,17 +299,11 @@ def gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | N
     out = both.new_empty(num_rows, width)
     raw = None if mask is None else mask.view(torch.uint8)
     _gated_kernel[(num_rows, triton.cdiv(width, 1024))](
-        both,
-        out,
-        raw,
-        width,
-        1 if mask is None else width // mask.shape[1],
-        both.stride(0),
-        *((0, 0) if raw is None else raw.stride()),
-        ACTIVATION=activation,
-        BLOCK=1024,
-        num_warps=4,
-    )
+        both, out, raw,
+        width, 1 if mask is None else width // mask.shape[1],
+        both.stride(0), *((0, 0) if raw is None else raw.stride()),
+        ACTIVATION=activation, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -80,31 +80,12 @@ def _activate(values, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gemv_mn(
-    X,
-    WEIGHT,
-    UP_WEIGHT,
-    BIAS,
-    UP_BIAS,
-    SCALE,
-    UP_SCALE,
-    MASK,
-    OUT,
-    stride_xm,
-    stride_wn,
-    stride_un,
-    stride_mm,
-    N,
-    K,
-    G: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ZERO_SKIPPED: tl.constexpr,
-):
+    X, WEIGHT, UP_WEIGHT, BIAS, UP_BIAS, SCALE, UP_SCALE, MASK, OUT,
+    stride_xm, stride_wn, stride_un, stride_mm,
+    N, K,
+    G: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, ZERO_SKIPPED: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     rows = tl.arange(0, ROWS_PAD)
     runs = rows < ROWS
@@ -173,23 +154,11 @@ def _input(H, MASK, row: tl.constexpr, group, inside, at, stride_hm, stride_mm, 
 
 @triton.jit
 def _gemv_k(
-    H,
-    WEIGHT,
-    BIAS,
-    SCALE,
-    MASK,
-    OUT,
-    stride_hm,
-    stride_wn,
-    stride_mm,
-    N,
-    num_segments,
-    G: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    H, WEIGHT, BIAS, SCALE, MASK, OUT,
+    stride_hm, stride_wn, stride_mm,
+    N, num_segments,
+    G: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_channel = channels < N
     inner = tl.arange(0, SEGMENT)
@@ -268,32 +237,13 @@ def gemv_mn(
     up = weight if up_weight is None else up_weight
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     _gemv_mn[(width // block_n,)](
-        x,
-        weight,
-        up,
-        bias,
-        up_bias,
-        scale,
-        up_scale,
-        None if mask is None else mask.view(torch.uint8),
-        out,
-        x.stride(0),
-        weight.stride(0),
-        up.stride(0),
-        0 if mask is None else mask.stride(0),
-        width,
-        width_in,
-        G=group_size,
-        ROWS=num_rows,
-        ROWS_PAD=triton.next_power_of_2(num_rows),
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN_K=width_in % block_k == 0,
-        IS_GATED=up_weight is not None,
-        ACTIVATION=activation,
-        ZERO_SKIPPED=zero_skipped,
-        num_warps=chosen.num_warps,
-    )
+        x, weight, up, bias, up_bias, scale, up_scale, None if mask is None else mask.view(torch.uint8), out,
+        x.stride(0), weight.stride(0), up.stride(0), 0 if mask is None else mask.stride(0),
+        width, width_in,
+        G=group_size, ROWS=num_rows, ROWS_PAD=triton.next_power_of_2(num_rows), BLOCK_N=block_n, BLOCK_K=block_k,
+        EVEN_K=width_in % block_k == 0, IS_GATED=up_weight is not None, ACTIVATION=activation,
+        ZERO_SKIPPED=zero_skipped, num_warps=chosen.num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -317,22 +267,10 @@ def gemv_k(
     num_segments = width_in // segment
     out = torch.empty(num_rows, width, dtype=h.dtype, device=h.device)
     _gemv_k[(triton.cdiv(width, chosen.block_n),)](
-        h,
-        weight,
-        bias,
-        scale,
-        mask.view(torch.uint8),
-        out,
-        h.stride(0),
-        weight.stride(0),
-        mask.stride(0),
-        width,
-        num_segments,
-        G=group_size,
-        SEGMENT=segment,
-        ROWS=num_rows,
-        BLOCK_N=chosen.block_n,
-        UNROLL=max(1, min(chosen.block_k // segment, num_segments)),
-        num_warps=chosen.num_warps,
-    )
+        h, weight, bias, scale, mask.view(torch.uint8), out,
+        h.stride(0), weight.stride(0), mask.stride(0),
+        width, num_segments,
+        G=group_size, SEGMENT=segment, ROWS=num_rows, BLOCK_N=chosen.block_n,
+        UNROLL=max(1, min(chosen.block_k // segment, num_segments)), num_warps=chosen.num_warps,
+    )  # fmt: skip
     return out

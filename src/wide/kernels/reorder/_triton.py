@@ -71,60 +71,30 @@ def _place_rows(
     columns = torch.empty(num_sequences, num_groups, padded, dtype=torch.uint8, device=mask.device)
     chunk_counts = torch.empty(num_sequences, num_groups, num_chunks, dtype=torch.int32, device=mask.device)
     _transpose_kernel[(num_chunks, triton.cdiv(num_groups, _GROUP_TILE), num_sequences)](
-        mask,
-        columns,
-        chunk_counts,
-        num_rows,
-        num_groups,
-        num_chunks,
-        padded,
+        mask, columns, chunk_counts,
+        num_rows, num_groups, num_chunks, padded,
         *mask.stride(),
-        CHUNK=chunk,
-        GROUP_TILE=_GROUP_TILE,
-        num_warps=4,
-    )
+        CHUNK=chunk, GROUP_TILE=_GROUP_TILE, num_warps=4,
+    )  # fmt: skip
     offsets, tiles, num_tiles, block_m = descriptors or (counts, counts, counts, 1)
     bands = triton.cdiv(triton.cdiv(num_rows, block_m), BAND) if descriptors else 0
     wide = chunk * _CHUNKS_PLACED
     num_wide = triton.cdiv(num_rows, wide)
     _place_kernel[(num_wide + triton.cdiv(bands, num_groups), num_groups, num_sequences)](
-        columns,
-        chunk_counts,
-        index,
-        counts,
-        offsets,
-        tiles,
-        num_tiles,
-        num_rows,
-        num_groups,
-        num_chunks,
-        num_wide,
-        bands,
-        padded,
-        WIDE=wide,
-        CHUNKS_PLACED=_CHUNKS_PLACED,
-        ALL_GROUPS=max(16, triton.next_power_of_2(num_groups)),
-        BLOCK_M=block_m,
-        BAND=BAND,
-        num_warps=4,
-    )
+        columns, chunk_counts, index, counts, offsets, tiles, num_tiles,
+        num_rows, num_groups, num_chunks, num_wide, bands, padded,
+        WIDE=wide, CHUNKS_PLACED=_CHUNKS_PLACED, ALL_GROUPS=max(16, triton.next_power_of_2(num_groups)),
+        BLOCK_M=block_m, BAND=BAND, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "num_chunks", "stride_b"])
 def _transpose_kernel(
-    MASK,
-    COLUMNS,
-    CHUNK_COUNTS,
-    M,
-    N_G,
-    num_chunks,
-    padded,
-    stride_b,
-    stride_m,
-    stride_g,
-    CHUNK: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-):
+    MASK, COLUMNS, CHUNK_COUNTS,
+    M, N_G, num_chunks, padded,
+    stride_b, stride_m, stride_g,
+    CHUNK: tl.constexpr, GROUP_TILE: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     sequence = tl.program_id(2).to(tl.int64)
     rows = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -141,25 +111,11 @@ def _transpose_kernel(
 
 @triton.jit(do_not_specialize=["M", "num_chunks", "num_wide", "bands"])
 def _place_kernel(
-    COLUMNS,
-    CHUNK_COUNTS,
-    INDEX,
-    COUNTS,
-    OFFSETS,
-    TILES,
-    NUM_TILES,
-    M,
-    N_G,
-    num_chunks,
-    num_wide,
-    bands,
-    padded,
-    WIDE: tl.constexpr,
-    CHUNKS_PLACED: tl.constexpr,
-    ALL_GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    COLUMNS, CHUNK_COUNTS, INDEX, COUNTS, OFFSETS, TILES, NUM_TILES,
+    M, N_G, num_chunks, num_wide, bands, padded,
+    WIDE: tl.constexpr, CHUNKS_PLACED: tl.constexpr, ALL_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
     BAND: tl.constexpr,
-):
+):  # fmt: skip
     wide = tl.program_id(0)
     group = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -209,15 +165,10 @@ def row_tiles(order: Reordering, block_m: int) -> tuple[torch.Tensor, torch.Tens
     tiles = order.tiles.new_empty(num_groups * most, 2)
     num_tiles = order.tiles.new_empty(2)
     _tiles_kernel[(triton.cdiv(most, BAND),)](
-        order.counts,
-        tiles,
-        num_tiles,
+        order.counts, tiles, num_tiles,
         num_groups,
-        BLOCK_M=block_m,
-        BAND=BAND,
-        ALL_GROUPS=triton.next_power_of_2(num_groups),
-        num_warps=4,
-    )
+        BLOCK_M=block_m, BAND=BAND, ALL_GROUPS=triton.next_power_of_2(num_groups), num_warps=4,
+    )  # fmt: skip
     return tiles, num_tiles
 
 
@@ -281,38 +232,17 @@ def reorder_patterns(
     codes = torch.empty(num_blocks, num_chunks * chunk, dtype=torch.uint8, device=mask.device)
     raw = mask.view(torch.uint8)
     _histogram_kernel[(num_chunks, num_blocks)](
-        raw,
-        codes,
-        histogram,
-        num_rows,
-        num_groups,
-        num_chunks,
+        raw, codes, histogram,
+        num_rows, num_groups, num_chunks,
         *raw.stride(),
-        S=groups_per_block,
-        BITS=triton.next_power_of_2(groups_per_block),
-        CHUNK=chunk,
-        BINS=bins,
-        num_warps=4,
-    )
+        S=groups_per_block, BITS=triton.next_power_of_2(groups_per_block), CHUNK=chunk, BINS=bins, num_warps=4,
+    )  # fmt: skip
     _sort_kernel[(num_chunks + 1, num_blocks)](
-        codes,
-        histogram,
-        index,
-        patterns,
-        counts,
-        tiles,
-        num_tiles,
-        num_rows,
-        num_chunks,
-        num_blocks,
-        CHUNK=chunk,
-        STEP=_SORT_STEP,
-        BINS=bins,
-        ALL_BLOCKS=max(16, triton.next_power_of_2(num_blocks)),
-        BLOCK_M=block_m,
-        KEEPS_EMPTY=keeps_empty,
-        num_warps=4,
-    )
+        codes, histogram, index, patterns, counts, tiles, num_tiles,
+        num_rows, num_chunks, num_blocks,
+        CHUNK=chunk, STEP=_SORT_STEP, BINS=bins, ALL_BLOCKS=max(16, triton.next_power_of_2(num_blocks)),
+        BLOCK_M=block_m, KEEPS_EMPTY=keeps_empty, num_warps=4,
+    )  # fmt: skip
     return index, patterns, counts, tiles, num_tiles
 
 
@@ -325,19 +255,11 @@ def _gray_rank(pattern):
 
 @triton.jit(do_not_specialize=["M", "num_chunks"])
 def _histogram_kernel(
-    MASK,
-    CODES,
-    HISTOGRAM,
-    M,
-    N_G,
-    num_chunks,
-    stride_m,
-    stride_g,
-    S: tl.constexpr,
-    BITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-):
+    MASK, CODES, HISTOGRAM,
+    M, N_G, num_chunks,
+    stride_m, stride_g,
+    S: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     block = tl.program_id(1)
     rows = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -354,23 +276,11 @@ def _histogram_kernel(
 
 @triton.jit(do_not_specialize=["M", "num_chunks"])
 def _sort_kernel(
-    CODES,
-    HISTOGRAM,
-    INDEX,
-    PATTERNS,
-    COUNTS,
-    TILES,
-    NUM_TILES,
-    M,
-    num_chunks,
-    num_blocks,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-    BINS: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    CODES, HISTOGRAM, INDEX, PATTERNS, COUNTS, TILES, NUM_TILES,
+    M, num_chunks, num_blocks,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr, ALL_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
     KEEPS_EMPTY: tl.constexpr,
-):
+):  # fmt: skip
     chunk = tl.program_id(0)
     block = tl.program_id(1)
     if chunk < num_chunks:

@@ -13,18 +13,11 @@ _ELEMENTS_PER_WARP = 1024
 
 @triton.jit
 def _rms_norm(
-    X,
-    ADDEND,
-    WEIGHT,
-    TOTAL,
-    OUT,
+    X, ADDEND, WEIGHT, TOTAL, OUT,
     eps,
-    stride_xm,
-    stride_ym,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-):
+    stride_xm, stride_ym,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     inside = columns < D
@@ -55,17 +48,9 @@ def rms_norm(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block = triton.next_power_of_2(width)
     _rms_norm[(num_rows,)](
-        x,
-        addend,
-        weight,
-        total,
-        out,
+        x, addend, weight, total, out,
         eps,
-        x.stride(0),
-        x.stride(0) if addend is None else addend.stride(0),
-        D=width,
-        BLOCK_D=block,
-        UNIT_OFFSET=unit_offset,
-        num_warps=min(_MAX_WARPS, max(1, block // _ELEMENTS_PER_WARP)),
-    )
+        x.stride(0), x.stride(0) if addend is None else addend.stride(0),
+        D=width, BLOCK_D=block, UNIT_OFFSET=unit_offset, num_warps=min(_MAX_WARPS, max(1, block // _ELEMENTS_PER_WARP)),
+    )  # fmt: skip
     return total, out

@@ -114,24 +114,12 @@ def _decide(
 
 @triton.jit(do_not_specialize=["M"])
 def _route(
-    X,
-    DOWN,
-    DIFFERENCE,
-    OFFSET,
-    MASK,
-    PADDING,
-    COUNTS,
+    X, DOWN, DIFFERENCE, OFFSET, MASK, PADDING, COUNTS,
     M,
     stride_xm,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PARTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (rows < M)[:, None]
     is_real = in_rows
@@ -159,29 +147,13 @@ def _route(
 
 @triton.jit(do_not_specialize=["M"])
 def _route_split(
-    X,
-    DOWN,
-    DIFFERENCE,
-    OFFSET,
-    PARTIAL,
-    COUNTER,
-    MASK,
-    PADDING,
-    COUNTS,
+    X, DOWN, DIFFERENCE, OFFSET, PARTIAL, COUNTER, MASK, PADDING, COUNTS,
     M,
     stride_xm,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PARTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARE: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr, NUM_SHARES: tl.constexpr,
     BLOCK_S: tl.constexpr,
-):
+):  # fmt: skip
     tile = tl.program_id(0)
     share = tl.program_id(1)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -221,35 +193,13 @@ def _route_split(
 
 @triton.jit
 def _route_few(
-    X,
-    ADDEND,
-    WEIGHT,
-    TOTAL,
-    NORMED,
-    DOWN,
-    DIFFERENCE,
-    OFFSET,
-    PARTIAL,
-    COUNTER,
-    MASK,
-    PADDING,
-    COUNTS,
+    X, ADDEND, WEIGHT, TOTAL, NORMED, DOWN, DIFFERENCE, OFFSET, PARTIAL, COUNTER, MASK, PADDING, COUNTS,
     eps,
-    stride_xm,
-    stride_ym,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PARTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    SHARE: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    READS_RESIDUAL: tl.constexpr,
-):
+    stride_xm, stride_ym,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, SHARE: tl.constexpr, NUM_SHARES: tl.constexpr,
+    BLOCK_S: tl.constexpr, UNIT_OFFSET: tl.constexpr, READS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
     share = tl.program_id(0)
     row = tl.program_id(1)
     wide_row = row.to(tl.int64)
@@ -333,26 +283,14 @@ def route_many(
     num_groups, rank = difference.shape
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
     _route[(triton.cdiv(num_rows, tile.block_m),)](
-        x,
-        down,
-        difference,
-        offset,
-        mask.view(torch.uint8),
-        None if padding is None else padding.view(torch.uint8),
+        x, down, difference, offset, mask.view(torch.uint8), None if padding is None else padding.view(torch.uint8),
         counts,
         num_rows,
         x.stride(0),
-        D=width,
-        R=rank,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)),
-        PARTS=down.shape[0] // rank,
-        NUM_GROUPS=num_groups,
-        BLOCK_G=min(tile.block_g, max(16, triton.next_power_of_2(num_groups))),
-        BLOCK_M=tile.block_m,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        D=width, R=rank, BLOCK_R=max(16, triton.next_power_of_2(rank)), PARTS=down.shape[0] // rank,
+        NUM_GROUPS=num_groups, BLOCK_G=min(tile.block_g, max(16, triton.next_power_of_2(num_groups))),
+        BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return mask
 
 
@@ -375,30 +313,15 @@ def route_split(
     mask = torch.empty(num_rows, num_groups, dtype=torch.bool, device=x.device)
     partial = torch.empty(num_tiles, num_shares, SMALLEST_BLOCK, block_r, dtype=torch.float32, device=x.device)
     _route_split[(num_tiles, num_shares)](
-        x,
-        down,
-        difference,
-        offset,
-        partial,
-        counter,
-        mask.view(torch.uint8),
-        None if padding is None else padding.view(torch.uint8),
-        counts,
+        x, down, difference, offset, partial, counter, mask.view(torch.uint8),
+        None if padding is None else padding.view(torch.uint8), counts,
         num_rows,
         x.stride(0),
-        D=width,
-        R=rank,
-        BLOCK_R=block_r,
-        PARTS=down.shape[0] // rank,
-        NUM_GROUPS=num_groups,
-        BLOCK_G=max(16, min(triton.next_power_of_2(num_groups), _DIFFERENCES // block_r)),
-        BLOCK_M=SMALLEST_BLOCK,
-        BLOCK_K=block_k,
-        SHARE=share,
-        NUM_SHARES=num_shares,
-        BLOCK_S=triton.next_power_of_2(num_shares),
+        D=width, R=rank, BLOCK_R=block_r, PARTS=down.shape[0] // rank, NUM_GROUPS=num_groups,
+        BLOCK_G=max(16, min(triton.next_power_of_2(num_groups), _DIFFERENCES // block_r)), BLOCK_M=SMALLEST_BLOCK,
+        BLOCK_K=block_k, SHARE=share, NUM_SHARES=num_shares, BLOCK_S=triton.next_power_of_2(num_shares),
         num_warps=min(16, max(4, block_r // 8)),
-    )
+    )  # fmt: skip
     return mask
 
 
@@ -424,36 +347,16 @@ def _few(
     partial = torch.empty(num_rows, num_shares, block_r, dtype=torch.float32, device=x.device)
     total = x.new_empty((num_rows, width) if addend is not None else 0)
     normed = x.new_empty((num_rows, width) if weight is not None else 0)
+    # No smaller than that each thread holds a product of its own.
+    block_g = max(min(triton.next_power_of_2(num_groups), _DIFFERENCES // block_r), triton.cdiv(128, block_r))
     _route_few[(num_shares, num_rows)](
-        x,
-        addend,
-        weight,
-        total,
-        normed,
-        down,
-        difference,
-        offset,
-        partial,
-        counter,
-        mask.view(torch.uint8),
-        None if padding is None else padding.view(torch.uint8),
-        counts,
+        x, addend, weight, total, normed, down, difference, offset, partial, counter, mask.view(torch.uint8),
+        None if padding is None else padding.view(torch.uint8), counts,
         eps,
-        x.stride(0),
-        x.stride(0) if addend is None else addend.stride(0),
-        D=width,
-        BLOCK_D=triton.next_power_of_2(width),
-        R=rank,
-        BLOCK_R=block_r,
-        PARTS=down.shape[0] // rank,
-        NUM_GROUPS=num_groups,
-        # No smaller than that each thread holds a product of its own.
-        BLOCK_G=max(min(triton.next_power_of_2(num_groups), _DIFFERENCES // block_r), triton.cdiv(128, block_r)),
-        SHARE=_FEW_BLOCK,
-        NUM_SHARES=num_shares,
-        BLOCK_S=triton.next_power_of_2(num_shares),
-        UNIT_OFFSET=unit_offset,
-        READS_RESIDUAL=reads_residual,
+        x.stride(0), x.stride(0) if addend is None else addend.stride(0),
+        D=width, BLOCK_D=triton.next_power_of_2(width), R=rank, BLOCK_R=block_r, PARTS=down.shape[0] // rank,
+        NUM_GROUPS=num_groups, BLOCK_G=block_g, SHARE=_FEW_BLOCK, NUM_SHARES=num_shares,
+        BLOCK_S=triton.next_power_of_2(num_shares), UNIT_OFFSET=unit_offset, READS_RESIDUAL=reads_residual,
         num_warps=4 if block_r <= 64 else 8,
-    )
+    )  # fmt: skip
     return total, normed, mask
