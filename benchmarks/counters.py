@@ -149,8 +149,8 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     import torch
 
     from wide.config import WideConfig
-    from wide.inference.choice.layer_sizes import layer_sizes
     from wide.inference.choice.measured import measured_table
+    from wide.inference.choice.tuning.tune import tuned_layers
     from wide.inference.engine.decoder import Decoder
     from wide.inference.engine.options import ForwardOptions, force
     from wide.models.attach import attach, attachment
@@ -164,7 +164,7 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     attach(model, WideConfig(ffn_group_size=128))
     decoder = Decoder(model.eval(), max_length=max(*prompts, *decodes, 1) + 8, checked=False)
     state = attachment(model)
-    sizes = layer_sizes(state.specs[0], state.plan.layers[0])
+    sizes = tuned_layers(state.specs, state.plan)[0].sizes
     table = measured_table(sizes, device=device, dtype=torch.bfloat16, executed=(1.0 - rates[0], 1.0 - rates[1]))
     groups = [(router.num_groups, rate) for router, rate in zip(state.routers(), rates, strict=True)]
     for what, length in [*(("prefill", n) for n in prompts), *(("decode", n) for n in decodes)]:

@@ -24,12 +24,11 @@ from benchmarks.cases.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, RE
 from benchmarks.decode import decode_race, decode_races, group_races
 from wide.data.progress import progress
 from wide.errors import ConfigError
-from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape
+from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape, candidates
 from wide.inference.choice.measured import measured_table
 from wide.inference.choice.tuning.attention import prompt_race
 from wide.inference.choice.tuning.products import product_race
 from wide.inference.choice.tuning.race import TOLERANCE, Race, Record, measure
-from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.table import OperatorName
 from wide.kernels.dispatch import backend_names
 from wide.kernels.reorder import reorder, reorder_patterns

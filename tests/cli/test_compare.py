@@ -10,7 +10,7 @@ import yaml
 import wide
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
-from wide.comparison.results import draw
+from wide.comparison.run import draw
 from wide.errors import ConfigError, DataError
 from wide.records import Cell, Stage, read_records
 from wide.report.selection import Selection
@@ -373,7 +373,7 @@ def test_bad_input_writes_nothing(changes, words, everyday, tmp_path, capsys):
 
 
 def test_folders_that_hold_no_comparison_are_refused(tmp_path, capsys):
-    with pytest.raises(DataError, match="holds no comparison"):
+    with pytest.raises(DataError, match=r"holds neither records\.jsonl of a run"):
         draw(tmp_path)
 
 

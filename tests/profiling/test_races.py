@@ -8,11 +8,10 @@ import torch
 
 import benchmarks.languages  # noqa: F401 - whose backends are tried here, too
 from benchmarks.operators import candidate_backend, table
-from wide.inference.choice.layer_sizes import LayerSizes
+from wide.inference.choice.layer_sizes import LayerSizes, candidates
 from wide.inference.choice.tuning import race as racing
 from wide.inference.choice.tuning.products import choice_name, product_race, shipped_name
 from wide.inference.choice.tuning.race import Race, launched, measure
-from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.choice.tuning.timing import Timing
 from wide.kernels import device as kernel_device
 from wide.kernels.dispatch import Backends

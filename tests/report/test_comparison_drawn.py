@@ -10,7 +10,7 @@ from test_comparison_speed import DENSE_CELL, measured, write
 
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
-from wide.comparison.results import draw
+from wide.comparison.run import draw
 from wide.records import Cell, RecordFile
 
 pytestmark = pytest.mark.usefixtures("drawn_at_once")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wide.config import StageConfig
 from wide.errors import ConfigError
-from wide.training.schedule import learning_rate, temperature
+from wide.training.trainer import learning_rate, temperature
 
 
 def test_learning_rate_rises_to_the_peak_and_falls_towards_zero():

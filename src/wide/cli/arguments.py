@@ -294,7 +294,6 @@ def _complete(actions: Iterable[Any]) -> None:
 
 
 def _explain(parser: ArgumentParser, first: Sequence[str], groups: Mapping[str, str]) -> typing.NoReturn:
-    """Print the flags that matter first, and end the process."""
     known, formatter = {action.dest: action for action in parser._actions}, _Help(parser.prog)
     formatter.add_usage(parser.usage, [], [])
     formatter.add_text(parser.description)

@@ -1,17 +1,33 @@
 """`wide.compare`: a comparison from Python."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from wide.comparison.grid import DENSE, OBJECTIVE, GridOptions, method_settings, request
-from wide.comparison.results import ComparisonResult, read_results
 from wide.comparison.run import ComparisonRun
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
 from wide.methods.catalogue import Match
+from wide.report.comparison import read_comparison
+from wide.report.comparison_tables import lines, to_text
 from wide.runs.folder import RunFolder
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonResult:
+    """What `wide.compare` found.
+
+    Args:
+        rows: One entry for each row and sparsity, the dense model first, as `table.csv` has them; `pandas.DataFrame`
+            takes them. Figures are means over seeds, None where nothing was measured.
+        table: The tables as text, for a terminal.
+    """
+
+    folder: Path
+    rows: tuple[Mapping[str, Any], ...]
+    table: str
 
 
 def compare(
@@ -114,7 +130,8 @@ def compare(
     asked = request(values)
     folder = RunFolder(output, values, resume=resume, shared=shard is not None, overwrite=overwrite)
     ComparisonRun(asked, folder, command=["wide.compare", *methods]).run()
-    return read_results(output)
+    found = read_comparison(Path(output))
+    return ComparisonResult(folder=Path(output), rows=tuple(lines(found)), table=to_text(found))
 
 
 def _listed(values: Sequence[Any]) -> Any:

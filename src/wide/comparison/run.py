@@ -12,7 +12,6 @@ from typing import Any
 
 from wide.comparison.cells import RECOVERED, TRAINING, CellFolders, free_cells
 from wide.comparison.grid import DENSE, CompareRequest, GridOptions, as_many_tokens
-from wide.comparison.results import draw
 from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
 from wide.evaluation.tasks import check_tasks
@@ -21,8 +20,10 @@ from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
-from wide.records import GRID, Cell, Record, Stage
-from wide.report.comparison import FINISHED
+from wide.records import COMPARISON, GRID, Cell, Record, Stage
+from wide.report.comparison import FINISHED, read_comparison
+from wide.report.comparison_tables import to_text
+from wide.report.folders import draw_comparison
 from wide.runs.folder import ADAPTER, RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import say, stoppable
@@ -129,7 +130,6 @@ class ComparisonRun:
         yield from self._materials.run_records(target, self._command, **facts)
 
     def _run_cells(self) -> list[bool]:
-        """Run the cells of this process, and return of each whether it is complete now."""
         own = self._request.own_cells()
         titles = {cell: f"[{n}/{len(own)}] {cell.title}" for n, cell in enumerate(own, 1)}
         if self._request.grid.shard is None:
@@ -144,7 +144,6 @@ class ComparisonRun:
         return finished
 
     def _run_cell(self, cell: Cell, title: str) -> bool:
-        """Run what is missing of a cell, and return whether it is complete now."""
         try:
             for stage in self._request.stages(cell):
                 name = f"{title} + LoRA" if stage.recovered else title
@@ -221,6 +220,20 @@ class ComparisonRun:
         target = Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method))
         how: dict[str, Any] = {"stage": stage, "objective": request.objective, "seed": cell.seed}
         apply(model, method, blocks, target, settings, output=output, resume=output is not None, **how)
+
+
+def draw(folder: Path, *, quiet: bool = False) -> None:
+    """Write tables, page and figures of whatever has been measured, and print the tables.
+
+    Raises DataError if it is not the folder of a comparison.
+    """
+    comparison = read_comparison(folder)
+    if not quiet:
+        say(f"drawing  {folder}")
+    paths, notes = draw_comparison(comparison, folder)
+    if not quiet:
+        written = [f"  {path}" for path in (folder / COMPARISON, *paths)]
+        say("\n".join([to_text(comparison), "\nwritten:", *written, *(f"note     {n}" for n in dict.fromkeys(notes))]))
 
 
 def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) -> Iterator[Record]:

@@ -61,7 +61,6 @@ def _modules(root: Path) -> Iterator[Document]:
 
 
 def _sources(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield dotted name and path of each module below the folder of the standard library."""
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).with_suffix("").parts
         # Folders such as config-3.11-x86_64-linux-gnu are no packages.

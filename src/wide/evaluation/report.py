@@ -97,7 +97,6 @@ def _json(found: Any) -> Any:
 
 
 def _figures(scores: Scores, data: str | None) -> dict[str, str]:
-    """Return the figures of one model by name, in words."""
     found = {}
     if (text := scores.perplexity) is not None:
         found[f"token perplexity, {data} (window {text.window}, stride {text.stride})"] = f"{text.perplexity:.3f}"

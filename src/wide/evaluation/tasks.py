@@ -98,7 +98,6 @@ def check_tasks(names: Sequence[str], local_data: str | Path | None) -> None:
 
 
 def _data_set(definition: Path) -> str:
-    """Return the hub name of a task's data."""
     # The harness's tags are not those of plain YAML.
     facts = dict(re.findall(r"^(dataset_path|include): *(\S+)", definition.read_text(encoding="utf-8"), re.MULTILINE))
     return facts["dataset_path"] if "dataset_path" in facts else _data_set(definition.parent / facts["include"])

@@ -207,7 +207,6 @@ class Backends:
         return UnsupportedBackendError(f"{self.operator}: {reason}" + (f"; choose backend={instead}" if others else ""))
 
     def _find(self, name: str) -> Backend | str:
-        """Return a backend, or why there is none."""
         reason = None if name in self._known else self._import(name)
         if reason is not None:
             return f"the backend {name!r} cannot be imported here ({reason})"
@@ -226,7 +225,6 @@ class Backends:
         return None
 
     def _modules(self) -> dict[str, str]:
-        """Return the modules of backends by name, imported or not."""
         return {
             path.stem[1:]: f"{root}.{self._folder}.{path.stem}"
             for root, folder in _ROOTS.items()

@@ -32,8 +32,8 @@ from wide.models.observe import bypass
 from wide.plan import Kept, Plan, scale_name
 from wide.training.modes import training_mode
 from wide.training.objective import target_labels
-from wide.training.schedule import learning_rate
 from wide.training.token_loss import num_targets, token_losses
+from wide.training.trainer import learning_rate
 
 _KINDS = ("attention", "ffn")
 _FIRST_MIDPOINT = 0.5
@@ -144,8 +144,6 @@ _Goals = Callable[[_Kept | None], Mapping[str, _Goal]]
 
 
 class _Course:
-    """The training of the gates of one model."""
-
     def __init__(
         self,
         model: nn.Module,

@@ -101,7 +101,6 @@ def _require_plain(index: int, ffn: FeedForwardSpec) -> None:
 
 
 def _move(ffn: FeedForwardSpec, order: Tensor) -> None:
-    """Let the channel at each place be the one that `order` names."""
     *reading, down = ffn.linears()
     rows = torch.cat([order, ffn.width + order]) if ffn.fused_gate else order
     moves = [(parameter, 0, rows) for linear in reading for parameter in linear.parameters()]

@@ -193,7 +193,6 @@ def _forced(decoder: Decoder, masks: LayerMasks, first: int, last: int) -> Forwa
 
 
 def _operators(table: OperatorTable, rows: int) -> dict[str, str]:
-    """Return in words what a table runs for so many tokens."""
     found: dict[str, str] = {}
     for name in OPERATORS:
         choice = table.choice(name, rows)

@@ -102,8 +102,6 @@ def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What both kinds of profile share."""
-
     options: ProfileOptions
     device: torch.device
     backend: str
@@ -193,7 +191,6 @@ class _Report:
         self.say(f"({time.perf_counter() - self._began:.0f} s)")
 
     def finish(self) -> bool:
-        """Note that all is timed; return True."""
         self.content["finished"] = True
         self._write()
         return True

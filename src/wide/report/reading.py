@@ -49,7 +49,7 @@ def read_folder(path: Path) -> Folder:
         raise DataError(f"there is no folder {path}; name the output of a run, a comparison or a bench")
     else:
         if (path / GRID).is_file():
-            collect(path)
+            _collect(path)
         file, name = next((path / each for each in (COMPARISON, RECORDS) if (path / each).is_file()), None), ""
         cells = {Cell.from_folder(folder.name): folder for folder in sorted((path / CELLS).glob("*"))}
         profiles = {cell: read_profile(folder) for cell, folder in cells.items() if cell is not None}
@@ -100,19 +100,12 @@ def read_profile(path: Path) -> Profile:
     return Profile(tuple(files))
 
 
-def collect(folder: Path) -> Path:
-    """Write the records of a comparison's grid and of all its cells into one file and return its path.
-
-    Some of its cells may be missing or still running. Raises DataError if it is not the folder of a comparison.
-    """
-    grid = folder / GRID
-    if not grid.is_file():
-        raise DataError(f"{folder} holds no comparison: {GRID} is missing; name the --output of a wide compare")
-    files = [grid, *sorted((folder / CELLS).glob(f"*/{RECORDS}"))]
+def _collect(folder: Path) -> None:
+    """Write the records of a comparison's grid and of all its cells, as far as they are there, into one file."""
+    files = [folder / GRID, *sorted((folder / CELLS).glob(f"*/{RECORDS}"))]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     # A process that was killed while it wrote leaves a line without an end.
     write_whole(folder / COMPARISON, "".join(text if text.endswith("\n") else f"{text}\n" for text in texts))
-    return folder / COMPARISON
 
 
 def _study_of(path: Path) -> tuple[Path, str] | None:

@@ -31,7 +31,7 @@ from wide.training.inference_target import meet_target
 from wide.training.modes import layers_run
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
-from wide.training.schedule import temperature
+from wide.training.trainer import temperature
 
 FOLDER = "wide"
 """The adapter in a checkpoint of a PEFT model, which holds LoRA alone."""
@@ -310,5 +310,4 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 def _inner(model: Any) -> Any:
-    """Return the model that a PEFT wrapper holds, else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

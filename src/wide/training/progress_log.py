@@ -141,7 +141,6 @@ class ProgressLog:
 
 
 def _summary(values: dict[str, float], *, steers: bool) -> str:
-    """Return the last figures in words; those of routers only where a target steers them."""
     routers = (
         f"skipped attention {values['sparsity.attention']:.1%} FFN {values['sparsity.ffn']:.1%} (target "
         f"{values['sparsity.target']:.1%}), temperature {values['temperature']:.2f}, "
@@ -153,7 +152,6 @@ def _summary(values: dict[str, float], *, steers: bool) -> str:
 
 
 def _forget_from(path: Path, subject: str, first_step: int) -> None:
-    """Drop a stage's records of steps that will be done again, so that no step is recorded twice."""
     if not path.is_file():
         return
     records, _ = read_records(path)

@@ -29,7 +29,6 @@ from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog, StageOptions
-from wide.training.schedule import learning_rate, temperature
 from wide.training.token_loss import num_targets
 
 # Looking at losses makes the host wait for the device.
@@ -312,6 +311,22 @@ class _Timer:
         speed = tokens / max(now - self._lap, 1e-9)
         self._lap, self._tokens = now, self._tokens + tokens
         return speed
+
+
+def learning_rate(step: int, *, steps: int, peak: float, warmup: float) -> float:
+    """Return the learning rate: linear warm-up to the peak over that share of the steps, then a cosine towards 0."""
+    rising = round(warmup * steps)
+    if step < rising:
+        return peak * (step + 1) / rising
+    return peak * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(steps - rising, 1)))
+
+
+def temperature(step: int, *, steps: int, start: float, end: float) -> float:
+    """Return the Gumbel-softmax temperature: linear from `start` at the first step to `end` at the last.
+
+    Source: paper, section 4.1 (5 to 0.5).
+    """
+    return start + (end - start) * step / max(steps - 1, 1)
 
 
 def micro_batch_size(stage: StageConfig, world: int) -> int:

@@ -19,8 +19,6 @@ from wide.kernels.gemv.op import MAX_ROWS, GemvShape
 from wide.kernels.gemv.op import MN_BACKENDS as GEMV_MN_BACKENDS
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Case, Choice
-from wide.models.block_spec import BlockSpec
-from wide.plan import LayerPlan, Routed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,23 +62,6 @@ class LayerSizes:
     def gates(self, name: OperatorName) -> bool:
         """Return whether an operator multiplies gate and up together."""
         return name == "gate_up" and self.is_gated
-
-
-def layer_sizes(spec: BlockSpec, plan: LayerPlan, weights: str = "model") -> LayerSizes:
-    """Return what measurements of a layer's operators depend on; a half without a router counts as one group."""
-    attention, ffn = spec.attention, spec.ffn
-    groups = [half.grouping.num_groups if isinstance(half, Routed) else 1 for half in (plan.attention, plan.ffn)]
-    return LayerSizes(
-        hidden_size=spec.hidden_size,
-        query_width=attention.query_width,
-        head_dim=attention.head_dim,
-        num_kv_heads=attention.num_kv_heads,
-        attention_groups=groups[0],
-        ffn_width=groups[1] if ffn is None else ffn.width,
-        ffn_groups=groups[1],
-        is_gated=ffn is not None and (ffn.gate is not None or ffn.fused_gate),
-        weights=weights,
-    )
 
 
 def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> tuple[str, Case]:
@@ -134,6 +115,21 @@ def backends_and_shape(
         return MN_BACKENDS, MnShape(dtype, size, sizes.hidden_size, sizes.gates(name))
     is_stored = groups <= PATTERN_GROUPS
     return ROWS_BACKENDS if one_sort else K_BACKENDS, KShape(dtype, rows, groups, size, sizes.hidden_size, is_stored)
+
+
+def candidates(name: OperatorName, sizes: LayerSizes, rows: int, device: torch.device, *, quick: bool) -> list[Choice]:
+    """Return what may run an operator of a layer instead of the dense one, none of it twice.
+
+    Args:
+        quick: The defaults of each backend and a few tiles more alone.
+    """
+    has_one_sort = name in SUMS and rows > MAX_ROWS and sizes.grouped(name)[1] > PATTERN_GROUPS
+    found = []
+    for one_sort in (True, False) if has_one_sort else (False,):
+        backends, shape = backends_and_shape(name, sizes, rows, one_sort=one_sort)
+        for backend, candidate in backends.candidates(shape, device, quick=quick):
+            found.append(Choice(backend=backend, **candidate._asdict()))
+    return list(dict.fromkeys(found))
 
 
 def misfit(name: OperatorName, sizes: LayerSizes, choice: Choice, dtype: torch.dtype = torch.bfloat16) -> str | None:

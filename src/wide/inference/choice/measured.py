@@ -177,5 +177,4 @@ def _one_sort(sizes: LayerSizes, rows: int, left: float, known: TuningTable, dev
 
 @functools.cache
 def _warn_of(missing: str, instead: str) -> None:
-    """Say once that something slower runs."""
     warnings.warn(f"wide: {missing}; {instead} runs instead of what was measured faster", stacklevel=2)

@@ -140,7 +140,6 @@ def _compile(text: bytes, name: str, options: list[str]) -> bytes:
 
 
 def _checked(nvrtc: Any, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a call of NVRTC gave, without its status."""
     if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise UnsupportedBackendError(f"NVRTC: {nvrtc.nvrtcGetErrorString(answer[0])[1].decode()}")
     return answer[1:]

@@ -16,14 +16,11 @@ _ALIGNED = 16
 
 
 class _RefusedError(Exception):
-    """What the driver said."""
-
     def said(self, name: str, device: torch.device, instead: str) -> UnsupportedBackendError:
         return UnsupportedBackendError(f"{name}: the CUDA driver says on {device}: {self}; choose backend={instead!r}")
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """Return what a call of the driver gave, or None if it gives nothing."""
     from cuda.bindings import driver
 
     if answer[0] != driver.CUresult.CUDA_SUCCESS:

@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from wide.inference.choice.layer_sizes import LayerSizes, operator_case
+from wide.inference.choice.layer_sizes import candidates as candidates_of
 from wide.inference.choice.tuning.products import choice_name, exact_mask, normal, shipped_name
 from wide.inference.choice.tuning.race import Call, Race, relative
-from wide.inference.choice.tuning.tiles import candidates as candidates_of
 from wide.inference.operators.table import DENSE
 from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.reorder import reorder_sequences

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from wide.inference.choice.layer_sizes import LayerSizes, operator_case
+from wide.inference.choice.layer_sizes import LayerSizes, candidates, operator_case
 from wide.inference.choice.tuning.race import Call, Race, relative
-from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.operators.table import DENSE, SUMS, OperatorName
 from wide.kernels.gemv import MAX_ROWS
@@ -130,7 +129,6 @@ class _Product:
         return both.output_groups(self.x, self.mask, choice, sorts="triton", zeroed=zeroed)[0]
 
     def peers(self) -> dict[str, Sequence[Call]]:
-        """Return the dense candidates."""
         if len(self.x) <= MAX_ROWS and self.weights[0].scale is not None:
             return {"dense int8": [partial(each.dense, self.zeros) for each in self.weights]}
         stacked = [each.weight for each in self.weights]
@@ -151,13 +149,11 @@ class _Product:
         }
 
     def exact(self) -> torch.Tensor:
-        """Return the product in float32."""
         found = linear(self.zeros.float(), self.weights[0].expanded(torch.float32).weight.float())
         gate, up = found.chunk(2, 1)
         return silu(gate) * up if self.sizes.gates(self.name) else found
 
     def error(self, got: torch.Tensor, wanted: torch.Tensor) -> float:
-        """Return the relative error on executing places."""
         if self.name in SUMS:
             return relative(got, wanted)
         executing = self.mask.repeat_interleave(got.shape[1] // self.mask.shape[1], 1)

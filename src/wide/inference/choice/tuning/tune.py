@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.choice.layer_sizes import LayerSizes, layer_sizes
+from wide.inference.choice.layer_sizes import LayerSizes, candidates
 from wide.inference.choice.measured import ONE_SORT
 from wide.inference.choice.tuning.attention import prompt_race
 from wide.inference.choice.tuning.products import product_race
 from wide.inference.choice.tuning.race import Race, Record, measure
-from wide.inference.choice.tuning.tiles import candidates
 from wide.inference.operators.table import OperatorName
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Case, Choice, TuningTable, shape_key, tuning_key
@@ -96,15 +95,26 @@ def tuned_layers(specs: Sequence[BlockSpec], plan: Plan, weights: str = "model")
     """
     if len(plan.layers) != len(specs):
         raise ConfigError(f"the model has {len(specs)} layers and the plan {len(plan.layers)}; name the adapter's base")
-    return [
-        TunedLayer(
-            sizes=layer_sizes(spec, layer, weights),
-            attention=isinstance(layer.attention, Routed),
-            ffn=isinstance(layer.ffn, Routed) and spec.ffn is not None,
-            query=spec.attention.q_norm != "width",
+    found = []
+    for spec, layer in zip(specs, plan.layers, strict=True):
+        attention, ffn = spec.attention, spec.ffn
+        routed = [half if isinstance(half, Routed) else None for _, half in layer.halves()]
+        # A half without a router counts as one group.
+        groups = [1 if half is None else half.grouping.num_groups for half in routed]
+        sizes = LayerSizes(
+            hidden_size=spec.hidden_size,
+            query_width=attention.query_width,
+            head_dim=attention.head_dim,
+            num_kv_heads=attention.num_kv_heads,
+            attention_groups=groups[0],
+            ffn_width=groups[1] if ffn is None else ffn.width,
+            ffn_groups=groups[1],
+            is_gated=ffn is not None and (ffn.gate is not None or ffn.fused_gate),
+            weights=weights,
         )
-        for spec, layer in zip(specs, plan.layers, strict=True)
-    ]
+        skips = {"attention": routed[0] is not None, "ffn": routed[1] is not None and ffn is not None}
+        found.append(TunedLayer(sizes=sizes, query=attention.q_norm != "width", **skips))
+    return found
 
 
 def tune_layers(
