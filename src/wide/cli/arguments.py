@@ -126,13 +126,7 @@ class Arguments:
         self._parser.add_argument("folders", nargs="*", type=Path, help=text)
 
     def add_fields(
-        self,
-        cls: type,
-        *,
-        prefix: str = "",
-        only: Sequence[str] = (),
-        skip: Sequence[str] = (),
-        **defaults: Any,
+        self, cls: type, *, prefix: str = "", only: Sequence[str] = (), skip: Sequence[str] = (), **defaults: Any
     ) -> None:
         """Add the fields of a dataclass as flags, with its docstring as their help.
 

@@ -136,11 +136,7 @@ def _evaluate(
     )
     if documents is None or not attachment(model).routers():
         return report, list, device_name(model)
-    return (
-        report,
-        partial(routing_of, model, tokenizer, documents, str(name), scoring, "pruned"),
-        device_name(model),
-    )
+    return (report, partial(routing_of, model, tokenizer, documents, str(name), scoring, "pruned"), device_name(model))
 
 
 def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> "RecordFile":

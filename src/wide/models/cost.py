@@ -77,11 +77,7 @@ class Costs:
 
 
 def costs(
-    specs: Sequence[BlockSpec],
-    plan: Plan,
-    vocab_size: int,
-    *,
-    heads: Mapping[int, Tensor] | None = None,
+    specs: Sequence[BlockSpec], plan: Plan, vocab_size: int, *, heads: Mapping[int, Tensor] | None = None
 ) -> Costs:
     """Return the linear work of a model under a plan, and what the plan takes out of it.
 

@@ -123,11 +123,7 @@ def calibrate_thresholds(
 
 
 def measure_sparsity(
-    model: nn.Module,
-    batches: Iterable[TokenBatch],
-    threshold: float | Sequence[float],
-    *,
-    measure: Measure = "mean",
+    model: nn.Module, batches: Iterable[TokenBatch], threshold: float | Sequence[float], *, measure: Measure = "mean"
 ) -> float:
     """Return the sparsity that a threshold, of all routers or of each, gives on calibration text.
 
@@ -160,12 +156,7 @@ def balanced_thresholds(
     return [chosen[router.half_layer] for router in routers]
 
 
-def set_sparsity(
-    model: nn.Module,
-    sparsity: float | None = None,
-    *,
-    threshold: float | None = None,
-) -> float:
+def set_sparsity(model: nn.Module, sparsity: float | None = None, *, threshold: float | None = None) -> float:
     """Set the threshold of all routers and return it; where attention and FFN had their own, they lose them.
 
     Threads share thresholds. A forward that runs meanwhile in another thread decides each sublayer by the old threshold

@@ -186,10 +186,7 @@ class Trainer:
             torch.manual_seed(_seed(stage.seed, step, first + index * self._micro_size))
             padded = not bool(part.valid.all())
             loss, found = self._objective(
-                part.to(self._device),
-                targets_in_step=targets,
-                micro_batches=len(parts),
-                padded=padded,
+                part.to(self._device), targets_in_step=targets, micro_batches=len(parts), padded=padded
             )
             torch.autograd.backward(loss)
             losses = [getattr(found, name) for name in _LOSSES]

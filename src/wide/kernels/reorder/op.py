@@ -10,13 +10,7 @@ from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.registration import operator
 from wide.kernels.reorder.reference import reorder_patterns_reference, reorder_reference, reorder_sequences_reference
 from wide.kernels.reorder.rows_reference import TILE_ROWS, UNIT_ROWS, num_words, reorder_rows_reference
-from wide.kernels.reordering import (
-    PATTERN_GROUPS,
-    PatternReordering,
-    Reordering,
-    RowReordering,
-    SequenceReordering,
-)
+from wide.kernels.reordering import PATTERN_GROUPS, PatternReordering, Reordering, RowReordering, SequenceReordering
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -55,12 +55,7 @@ def default_tile(facts: DeviceFacts, num_rows: int) -> RouteTile:
 
 @BACKENDS.register("triton", needs=triton_obstacle, supports=halves_only)
 def route(
-    x: torch.Tensor,
-    weights: RouteWeights,
-    *,
-    overlaps: bool,
-    padding: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    x: torch.Tensor, weights: RouteWeights, *, overlaps: bool, padding: torch.Tensor | None, counts: torch.Tensor | None
 ) -> torch.Tensor:
     """Run `route_reference` in the kernel for this number of rows."""
     extras: dict[str, Any] = {"padding": padding, "counts": counts}
@@ -295,11 +290,7 @@ def route_many(
 
 
 def route_split(
-    x: torch.Tensor,
-    weights: RouteWeights,
-    *,
-    padding: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
+    x: torch.Tensor, weights: RouteWeights, *, padding: torch.Tensor | None = None, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run `route_reference` in one kernel whose programs share out the channels of each tile of rows."""
     down, difference, offset, counter = weights
