@@ -1,9 +1,11 @@
 """Models of real shape with random weights, built where they run, and routers that execute a wanted share."""
 
 import math
+from importlib import resources
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from wide.errors import ConfigError
@@ -11,31 +13,8 @@ from wide.models.attach import attachment
 from wide.models.cost import SkipCounter
 from wide.models.observe import capture_routing
 
-_LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
-_LLAMA_ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rope_parameters": _LLAMA_ROPE,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 32768,
-    },
-}
+_FILE = resources.files("wide.profiling") / "shapes.yaml"
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 # Below every margin.
 _EVERYTHING = -math.inf
 # What a layer reads depends on what earlier ones skip, so that later thresholds settle after earlier ones.

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wide.report.comparison import PERPLEXITY, RATIO, RETENTION, TASK, Comparison, Row
-from wide.report.figure import to_csv
+from wide.report.comparison import TASK, Comparison, Row
+from wide.report.figure import looks, to_csv
 from wide.report.page import Section
 from wide.report.table import Table, decimal, percent
 
@@ -33,52 +33,15 @@ def _seconds(value: float, _error: float | None) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:z.1f}"
 
 
-QUALITY = (
-    Column("ppl", PERPLEXITY, decimal),
-    Column("x dense", RATIO, _ratio),
-    Column("WikiText token ppl", "wikitext.token_perplexity", decimal),
-    Column("word ppl", "word_perplexity", decimal),
-    Column("accuracy %", "accuracy.average", percent),
-    Column("retention %", RETENTION, percent),
+_LOOKS = looks("tables")
+_SHOW = {"decimal": decimal, "percent": percent, "ratio": _ratio, "amount": _amount, "seconds": _seconds}
+QUALITY, FACTS = (
+    tuple(Column(title, metric, _SHOW[show]) for title, metric, show in _LOOKS[part]) for part in ("quality", "facts")
 )
-"""What a row is worth."""
-FACTS = (
-    Column("nominal %", "sparsity.mean", percent),
-    Column("attention %", "sparsity.attention", percent),
-    Column("FFN %", "sparsity.ffn", percent),
-    Column("work skipped %", "sparsity.linear_flops_layers", percent),
-    Column("parameters %", "sparsity.parameters_removed", percent),
-    Column("KV kept %", "sparsity.kv_cache_kept", percent),
-    Column("tokens fwd", "method.tokens_forward", _amount),
-    Column("tokens fwd+bwd", "method.tokens_backward", _amount),
-    Column("seconds", "method.seconds", _seconds),
-)
-"""What a row removes, and what it cost."""
-TASK_NAMES = {
-    "arc_easy": "ARC-E",
-    "arc_challenge": "ARC-C",
-    "boolq": "BoolQ",
-    "winogrande": "WinoGrande",
-    "piqa": "PIQA",
-    "openbookqa": "OBQA",
-    "hellaswag": "HellaSwag",
-}
+"""What a row is worth; what it removes, and what it cost."""
+TASK_NAMES: dict[str, str] = _LOOKS["tasks"]
 """Zero-shot tasks as the paper's tables call them, in their order."""
 _WORD, _AVERAGE, _RETENTION = QUALITY[3:]
-
-LEGEND = (
-    "ppl: token perplexity on held-out text. With one seed, ± is the standard error over windows (for 'x dense' "
-    "of what they differ by); with several seeds, figures are means and ± is the standard deviation between seeds. "
-    "With one seed the tasks carry the standard error over items, and their average that of independent tasks; "
-    "WikiText's perplexities carry that over its documents.",
-    "attention, FFN: share that is left out, mean over layers, in units of the method (layers, heads and channels, "
-    "groups, dimensions of the residual stream, weights); nominal: the mean of the two. work skipped: share of the "
-    "matrix-product work of all decoder layers that is saved, keys and values included, the output head not; single "
-    "zeros save none. parameters: share of the decoder layers' parameters that no token needs. KV kept: share of the "
-    "key-value cache.",
-    "seed: of calibration and training. tokens and seconds: calibration text and time; in rows with LoRA, those of the "
-    "LoRA stage alone. fwd: forward only; fwd+bwd: forward with backward.",
-)
 
 
 def comparison_sections(comparison: Comparison) -> list[Section]:
@@ -87,7 +50,7 @@ def comparison_sections(comparison: Comparison) -> list[Section]:
     return [
         Section(title="Quality", tables=[quality_table(comparison)]),
         *([Section(title="Zero-shot tasks", tables=[tasks])] if tasks else []),
-        Section(title="What is removed, and what it cost", tables=[facts_table(comparison)], texts=LEGEND),
+        Section(title="What is removed, and what it cost", tables=[facts_table(comparison)], texts=_LOOKS["legend"]),
         *([Section(title="Deviations and failures", items=notes)] if notes else []),
     ]
 

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,7 @@ _HATCHES = ("", "//", "..", "xx")
 _ACROSS = ("-", ":", "-.")
 _DPI, _WIDTH, _WIDE = 150, 9.0, 2.5
 _MANY_ENTRIES, _MANY_CELLS, _MANY_TICKS, _MANY_MARKERS = 8, 8, 48, 24
-_STYLE = {
-    "font.size": 10,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "lines.markersize": 5,
-    # Outlines instead of font names: the picture looks the same on every machine.
-    "svg.fonttype": "path",
-    # Identifiers inside the file are hashes, with this instead of random salt: same records, same bytes.
-    "svg.hashsalt": "wide",
-}
+_STYLE = resources.files("wide.report") / "wide.mplstyle"
 _LIGHT, _DARK = (244, 248, 252), (0, 48, 104)
 
 
@@ -249,9 +238,9 @@ def _legend(drawn: Any, figure: Figure, order: Sequence[str], rows: Sequence[Row
 def style() -> Iterator[None]:
     """Draw in the block as all figures are drawn."""
     require_matplotlib()
-    import matplotlib
+    from matplotlib import style as styles
 
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with styles.context(str(_STYLE)), warnings.catch_warnings():
         # A sign that the font lacks shows as a box; texts of tokens may hold any.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield

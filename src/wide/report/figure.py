@@ -91,11 +91,15 @@ def figures(
     rows: Mapping[str, Callable[[Any], Sequence[Row]]],
     lines: Mapping[str, Callable[[Any], Mapping[str, Mapping[str, float]]]] | None = None,
 ) -> tuple[Figure, ...]:
-    """Return the figures of a kind of records in their order, as `figures.yaml` beside this file describes them."""
-    looks = yaml.safe_load((resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8"))[kind]
-    for name, across in (lines or {}).items():
-        looks[name]["lines"] = across
-    return tuple(Figure(name=name, rows=rows[name], **look) for name, look in looks.items())
+    """Return the figures of a kind of records in their order, as `figures.yaml` describes them."""
+    across = {name: {"lines": each} for name, each in (lines or {}).items()}
+    return tuple(Figure(name=n, rows=rows[n], **look | across.get(n, {})) for n, look in looks(kind).items())
+
+
+def looks(kind: str) -> dict[str, Any]:
+    """Return what `figures.yaml` beside this file says of a kind of records, or of 'tables'."""
+    text = (resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)[kind]  # type: ignore[no-any-return]
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
