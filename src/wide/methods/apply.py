@@ -23,19 +23,10 @@ from wide.models.sharding import require_unsharded
 
 PROVENANCE = "method"
 """Key in an attachment's provenance of what `apply` returns."""
-# Where a number is a choice of the machine or of chance, not of the method.
-_FREE = frozenset(
-    {
-        "seed",
-        "micro_batch_size",
-        "search_batch_size",
-        "gradient_checkpointing",
-        "compile",
-        "checkpoint_every",
-        # What the row's own sentences tell, because the default is not the original's.
-        "propagation",
-    }
-)
+# Where a number is a choice of the machine or of chance, not of the method; and what the row's own sentences tell,
+# because the default is not the original's.
+_FREE = {"seed", "micro_batch_size", "search_batch_size", "gradient_checkpointing", "compile", "checkpoint_every"}
+_FREE |= {"propagation"}
 # Of the loss: what no original has.
 _EXTRAS = ("distillation", "smoothing")
 _MEASURED_TOKENS, _TOKENS_PER_FORWARD = 65_536, 4_096

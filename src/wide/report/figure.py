@@ -1,6 +1,8 @@
 """What a figure is: a table of what it shows, and which columns stand for place, height, colour and panel."""
 
+import copy
 import csv
+import functools
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,9 +99,14 @@ def figures(
 
 
 def looks(kind: str) -> dict[str, Any]:
-    """Return what `figures.yaml` beside this file says of a kind of records, or of 'tables'."""
+    """Return what `figures.yaml` beside this file says of a kind of records, of names or of tables."""
+    return copy.deepcopy(_looks()[kind])  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _looks() -> dict[str, Any]:
     text = (resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)[kind]  # type: ignore[no-any-return]
+    return yaml.safe_load(text)  # type: ignore[no-any-return]
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

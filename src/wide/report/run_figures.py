@@ -4,19 +4,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from wide.report.figure import Row, figures
+from wide.report.figure import Row, figures, looks
 from wide.report.selection import NAMES, SUBLAYERS, Selection
 
 _STAGES = ("stage 1", "stage 1+2", "pruned", "pruned + LoRA")
 _MOST_TOKENS = 48  # as figures.yaml says
-_COURSE = {
-    "lm_loss": ("LM loss, nats per token", "LM loss"),
-    "sparsity.attention": ("skipped groups, %", "attention"),
-    "sparsity.ffn": ("skipped groups, %", "FFN"),
-    "sparsity.mean": ("skipped groups, %", "as the target counts"),
-    "sparsity.target": ("skipped groups, %", "target"),
-    "temperature": ("temperature", "temperature"),
-}
+_COURSE: dict[str, list[str]] = looks("course")
 """Metric of training -> panel and line."""
 
 

@@ -5,31 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from wide.records import Record, Subject
-from wide.report.figure import grouped
+from wide.report.figure import grouped, looks
 from wide.standard_error import perplexity_stderr
 
-NAMES = {
-    "dense": "dense",
-    "dense + LoRA": "dense, with the same LoRA",
-    "stage 1": "stage 1 (routers)",
-    "stage 1+2": "stage 1+2 (routers, LoRA)",
-    "pruned": "pruned",
-    "pruned + LoRA": "pruned, with LoRA",
-}
+NAMES: dict[str, str] = looks("names")
 """What a run may have measured, in the order in which it is shown, and its name."""
 SUBLAYERS = {"attention": "attention", "ffn": "FFN"}
 """Key of a sublayer in the names of metrics, and its name."""
 
 
 # What the record 'target' says -> what is counted, and in words; the first that fits.
-_MEASURES = {
-    "of the linear FLOPs of the decoder layers": ("linear_flops_layers", "of the work of the decoder layers"),
-    "of the work of the decoder layers": ("linear_flops_layers", "of the work of the decoder layers"),
-    "of all work": ("linear_flops_with_fixed", "of all work, with K, V and the output head"),
-    "of the linear FLOPs": ("linear_flops", "of the prunable work"),
-    "of the prunable work": ("linear_flops", "of the prunable work"),
-    "": ("mean", "of the groups (mean of attention and FFN)"),
-}
+_MEASURES: dict[str, list[str]] = looks("measures")
 
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("settings", "routing.sample"), dict),
@@ -46,7 +32,8 @@ def _is_usable(record: Record) -> bool:
 
 def measure_of(target: str) -> tuple[str, str]:
     """Return the field of `Sparsity` that a target in words counts, and what it is a share of."""
-    return next(found for text, found in _MEASURES.items() if text in target)
+    field, words = next(found for text, found in _MEASURES.items() if text in target)
+    return field, words
 
 
 class Selection:

@@ -1,7 +1,7 @@
 """What a run measured, as records: the course of training, quality and sparsity."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,7 @@ from wide.records import Record, Subject, read_records
 from wide.runs.settings import EvalOptions
 
 ROUTING_TOKENS = 8192
-_SHARES = (
-    "attention",
-    "ffn",
-    "mean",
-    "linear_flops",
-    "linear_flops_with_fixed",
-    "linear_flops_layers",
-    "parameters_removed",
-    "kv_cache_kept",
-)
+_SHARES = [field.name for field in fields(Sparsity) if field.name not in ("layers", "tokens")]
 _METRICS_FILE, _MOST_POINTS = "metrics.jsonl", 200
 _UNITS = {"tokens_per_second": "token/s", "seconds": "s", "steps": "step", "tokens": "token", "peak_memory_bytes": "B"}
 
