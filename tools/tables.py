@@ -152,14 +152,14 @@ def real_larger() -> Table:
 def real_columns() -> Table:
     """Return the scores of the smaller public model at the other two targets, without LoRA."""
     lines = []
-    for method in _REAL_OTHERS:
+    for title, method in _REAL_OTHERS.items():
         cells: list[str] = []
         for run, target in (("quarter", 0.25), ("nominal", 0.5)):
             name = "half" if method == "dense" else f"{run}-fitted" if method == "wide-fitted" else run
             records = study("smollm2-135m")[name]
             stage = Cell(method, 0.0 if method == "dense" else target, 17).subject(recovered=False)
             cells += [_work(records, stage), *_scores(records, stage)]
-        lines.append((_METHODS[method], *cells))
+        lines.append((title, *cells))
     scores = ("perplexity", "accuracy, %")
     header = ("", "a quarter: work skipped, %", *scores, "50 % nominal: work skipped, %", *scores)
     return Table(header=header, rows=tuple(lines))
@@ -223,17 +223,22 @@ _REAL_ROWS = {
     "Shortened, perplexity": ("more", "more", "shortened-ppl"),
     "SkipGPT": ("more", "more", "skipgpt"),
 }
-_REAL_OTHERS = (
-    "dense",
-    "wide-fitted",
-    "wide",
-    "tyr",
-    "shortened-taylor",
-    "shortened-ppl",
-    "blockpruner",
-    "slicegpt",
-    "cooppruner",
-)
+_REAL_OTHERS = {
+    "dense": "dense",
+    "WIDE, `fitted-50`, G = 128": "wide-fitted",
+    "WIDE, the paper's recipe, G = 128": "wide",
+    "WIDE, the paper's recipe, G = 64": "wide-64",
+    "WIDE, the paper's recipe, G = 32": "wide-32",
+    "WIDE-uniform, G = 128": "wide-uniform",
+    "Týr": "tyr",
+    "Shortened, Taylor": "shortened-taylor",
+    "Shortened, perplexity": "shortened-ppl",
+    "BlockPruner": "blockpruner",
+    "SliceGPT": "slicegpt",
+    "CoopPruner": "cooppruner",
+    "D-LLM": "dllm",
+    "SkipGPT": "skipgpt",
+}
 # Title -> run of the scores and the method, without LoRA and with it.
 _LARGER_ROWS = {
     "dense": ("half", "dense", False),
