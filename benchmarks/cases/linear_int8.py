@@ -31,7 +31,7 @@ def _build(case: Case, device: torch.device) -> dict[str, Any]:
     weight[0] = 0
     values, scale = quantise_int8(weight)
     bias = random_values(case, (width,), device, salt=3) if case.options.get("has_bias") else None
-    found = {"x": x, "weight": values, "scale": scale, "bias": bias}
+    found = {"x": x, "weight": values, "scale": scale, "bias": bias, "gate": case.options.get("gate")}
     return in_int8(found, "x", case) if case.options.get("int8") else found
 
 
@@ -85,15 +85,18 @@ LINEAR_INT8 = Operator(
         _case((150, 130, 64)),
         _case((150, 130, 100), int8=True, has_bias=True),
         _case((5, 33, 256), int8=True, outlier=True, dtype=torch.float32),
+        _case((6, 96, 64), gate="silu"),
+        _case((20, 64, 192), int8=True, gate="gelu_tanh", has_bias=True),
     ),
-    # Of the kernel in CUDA C++: whole tiles, and remainders that are short and thin.
+    # Of the kernels in CUDA C++: few rows, whole tiles, and remainders that are short and thin.
     large_cases=tuple(
-        _case(sizes, int8=True, has_bias=biased, dtype=torch.bfloat16)
-        for sizes, biased in (
-            ((1, 256, 128), False),
-            ((300, 512, 384), True),
-            ((390, 256, 128), False),
-            ((1000, 1024, 1280), False),
+        _case(sizes, int8=True, has_bias=biased, gate=gate, dtype=torch.bfloat16)
+        for sizes, biased, gate in (
+            ((1, 256, 128), False, None),
+            ((31, 28672, 128), True, "silu"),
+            ((300, 512, 384), True, None),
+            ((390, 256, 128), False, "silu"),
+            ((1000, 1024, 1280), False, None),
         )
     ),
     shape=_shape,

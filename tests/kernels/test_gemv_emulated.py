@@ -13,6 +13,8 @@ import torch
 from benchmarks.cases.gemv import _INT8_K, _INT8_MN, GEMV_K, GEMV_MN
 from wide.kernels.gemv import _cuda
 from wide.kernels.int8 import hadamard, rotated
+from wide.kernels.linear_int8 import quantise_rows
+from wide.kernels.linear_int8._cuda import linear_int8
 from wide.kernels.linear_int8.reference import linear_int8_reference
 
 FOLDER = Path(__file__).parent
@@ -132,3 +134,22 @@ def test_halves_of_many_rows(rows, num_sms, emulated, monkeypatch):
     got = _cuda.gemv_mn(x, weight, None, scale=scale)
     wanted = (x.float() @ weight.float().T * scale).bfloat16()
     torch.testing.assert_close(got, wanted, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "gate", "has_bias"), [(6, "relu2", True), (20, "silu", True), (32, "gelu_tanh", False)]
+)
+@pytest.mark.parametrize("is_int8", [True, False])
+def test_gate_and_up_are_one_launch(rows, gate, has_bias, is_int8, emulated, monkeypatch):
+    monkeypatch.setattr(_cuda, "_kernel", emulated.kernel)
+    monkeypatch.setattr(_cuda, "device_facts", lambda _: SimpleNamespace(capability=80, num_sms=2))
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randint(-128, 128, (192, 128), generator=generator, dtype=torch.int8)
+    scale, bias = torch.rand(192, generator=generator) / 128, torch.randn(192, generator=generator).half()
+    x = torch.randn(rows, 128, generator=generator).half()
+    given = {"bias": bias if has_bias else None, "gate": gate}
+    if is_int8:
+        x, given["x_scale"] = quantise_rows(x, backend="torch")
+        given["dtype"] = torch.float16
+    got = linear_int8(x, weight, scale, **given)
+    torch.testing.assert_close(got, linear_int8_reference(x, weight, scale, **given), rtol=2e-3, atol=2e-3)

@@ -64,15 +64,16 @@ class LinearWeights(NamedTuple):
         """Return whether a dense product of so many rows is one of int8 rows."""
         return self.int8_rows and num_rows > MAX_WHOLE_ROWS
 
-    def dense(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def dense(self, x: Tensor, mask: Tensor | None = None, *, gate: str | None = None) -> Tensor:
         """Return the whole product [M, N] of rows [M, K].
 
         Args:
             mask: bool [M, N_G]; where rows are quantised, channels of other groups count as zero. None = all count.
+            gate: See `linear_int8`.
         """
         if self.scale is None or not x.shape[0] or (x.shape[0] > MAX_INT8_ROWS and not self.int8_rows):
             weight, bias, *_ = self.expanded(x.dtype)
-            return functional.linear(x, weight, bias)
+            return _gated(functional.linear(x, weight, bias), gate)
         quantises, backend = self.quantises(x.shape[0]), fixed_backend(x.device)
         shape = Int8Shape(x.shape[0], torch.int8 if quantises else x.dtype, *self.weight.shape)
         if INT8_BACKENDS.obstacle("cuda", x.device, shape) is None:
@@ -80,10 +81,10 @@ class LinearWeights(NamedTuple):
         if not quantises:
             given: dict[str, Any] = {"bias": self.bias, "rotation": self.rotation, "backend": backend}
             if x.shape[0] <= MAX_ROWS and backend != "cuda":
-                return gemv_mn(x, self.weight, None, scale=self.scale, **given)
-            return linear_int8(x, self.weight, self.scale, **given)
+                return _gated(gemv_mn(x, self.weight, None, scale=self.scale, **given), gate)
+            return linear_int8(x, self.weight, self.scale, **given, gate=gate)
         values, scales = self.in_int8(x, mask)
-        return linear_int8(values, self.weight, self.scale, self.bias, **scales, backend=backend)
+        return linear_int8(values, self.weight, self.scale, self.bias, **scales, gate=gate, backend=backend)
 
     def output_groups(self, x: Tensor, mask: Tensor, choice: Choice, *, sorts: str) -> tuple[Tensor, Reordering | None]:
         """Return the product [M, N] in groups of outputs; see `GatedWeights.output_groups`."""
@@ -175,10 +176,11 @@ class GatedWeights(NamedTuple):
         """
         zeroing = mask if zeroed else None
         if mask is None or choice.backend == "dense":
-            values = self.both.dense(x)
+            joins = self.up is not None and zeroing is None
+            values = self.both.dense(x, gate=self.activation if joins else None)
             if ready is not None:
                 ready()
-            return finish_dense(values, self.activation, zeroing, gated=self.up is not None), None
+            return values if joins else finish_dense(values, self.activation, zeroing, gated=self.up is not None), None
         few = x.shape[0] <= MAX_ROWS
         scales: dict[str, Any] = {}
         if self.both.int8_rows and not few:
@@ -204,6 +206,10 @@ class GatedWeights(NamedTuple):
         if self.both.scale is None:
             return self
         return self.of_rows(self.both.expanded(dtype), self.gate.outputs, self.activation)
+
+
+def _gated(values: Tensor, gate: str | None) -> Tensor:
+    return values if gate is None else finish_dense(values, gate, None, gated=True)
 
 
 def feed_forward(

@@ -106,16 +106,11 @@ def gemv_k(
 
 
 def multiply_int8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    x_scale: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype | None,
+    x: torch.Tensor, weight: torch.Tensor, *, scale: torch.Tensor, activation: str = "none", **given: Any
 ) -> torch.Tensor:
-    """Run `linear_int8_reference` of few rows in int8."""
-    return _run(x, weight, None, scale, {"INT8": 1}, bias=bias, x_scale=x_scale, dtype=dtype)
+    """Run `linear_int8_reference` of few rows in int8; the second half of a gated FFN's weights is given apart."""
+    chosen = {"INT8": 1, "GATED": given.get("up_weight") is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
+    return _run(x, weight, None, scale, chosen, **given)
 
 
 def _size(rotation: torch.Tensor | None) -> int:

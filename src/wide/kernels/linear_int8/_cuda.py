@@ -1,5 +1,7 @@
 """Dense products with int8 weights in CUDA C++: of few rows as of a step, and on Hopper of int8 rows."""
 
+from typing import Any
+
 import torch
 
 from wide.kernels.device import cuda_obstacle, hopper_step
@@ -46,10 +48,18 @@ def linear_int8(
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     rotation: torch.Tensor | None = None,
+    gate: str | None = None,
 ) -> torch.Tensor:
     """Run `linear_int8_reference`."""
+    is_small = _is_small(Int8Shape(x.shape[0], x.dtype, *weight.shape))
+    options: dict[str, Any] = {"bias": bias, "scale": scale}
+    if gate is not None:
+        half = weight.shape[0] // 2
+        options |= {"up_weight": weight[half:], "up_scale": scale[half:], "activation": gate, "scale": scale[:half]}
+        if bias is not None:
+            options |= {"bias": bias[:half], "up_bias": bias[half:]}
+        weight = weight[:half]
     if x_scale is None:
-        return gemv.gemv_mn(x, weight, None, bias=bias, scale=scale, rotation=rotation)
-    if _is_small(Int8Shape(x.shape[0], x.dtype, *weight.shape)):
-        return gemv.multiply_int8(x, weight, bias=bias, x_scale=x_scale, scale=scale, dtype=dtype)
-    return multiply(x, weight, None, bias=bias, x_scale=x_scale, scale=scale, dtype=dtype)
+        return gemv.gemv_mn(x, weight, None, rotation=rotation, **options)
+    options |= {"x_scale": x_scale, "dtype": dtype}
+    return gemv.multiply_int8(x, weight, **options) if is_small else multiply(x, weight, None, **options)

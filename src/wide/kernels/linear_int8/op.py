@@ -6,6 +6,7 @@ import torch
 
 from wide.errors import ShapeError
 from wide.kernels.dispatch import AnyShape, Backends
+from wide.kernels.gemm_mn.op import finish_dense
 from wide.kernels.int8 import int8_options, turned
 from wide.kernels.linear_int8.reference import (
     expand_int8_reference,
@@ -45,7 +46,11 @@ QUANTISE_BACKENDS.register("torch")(quantise_rows_reference)
 EXPAND_BACKENDS.register("torch")(expand_int8_reference)
 
 
-@operator(lambda x, weight, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype))
+@operator(
+    lambda x, weight, dtype, gate: x.new_empty(
+        (x.shape[0], weight.shape[0] // (2 if gate else 1)), dtype=dtype or x.dtype
+    )
+)
 def linear_int8(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -55,6 +60,7 @@ def linear_int8(
     x_scale: torch.Tensor | None = None,
     rotation: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    gate: str | None = None,
     backend: str,
 ) -> torch.Tensor:
     """Return x W^T times the scales, plus bias: bound by the bytes of the weights where rows are few.
@@ -67,9 +73,11 @@ def linear_int8(
         x_scale: Of int8 rows, float32 [M]; sums are then exact (`quantise_rows`).
         rotation: What blocks of channels of other rows are multiplied by first (`hadamard`).
         dtype: Of the result and the bias of int8 rows.
+        gate: Activation of the first half of the channels, which is then multiplied by the second: of gated FFNs.
 
     Returns:
-        [M, N] in the dtype of `x` or the one that is given, accumulated in float32 or int32.
+        [M, N], or [M, N / 2] of gated FFNs, in the dtype of `x` or the one that is given, accumulated in float32 or
+        int32.
 
     Raises:
         ShapeError: If tensors do not fit.
@@ -85,7 +93,10 @@ def linear_int8(
     options.pop("scale", None)
     x, turn = turned(BACKENDS, backend, x, rotation)
     shape = Int8Shape(x.shape[0], x.dtype, width, x.shape[1])
-    return BACKENDS.run(backend, x.device, shape, x, weight, scale, bias=bias, **options, **turn)
+    joins = gate is not None and BACKENDS.takes(backend, "gate")
+    options |= {"gate": gate} if joins else {}
+    out = BACKENDS.run(backend, x.device, shape, x, weight, scale, bias=bias, **options, **turn)
+    return out if gate is None or joins else finish_dense(out, gate, None, gated=True)
 
 
 @operator(lambda x: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[0], dtype=torch.float32)))

@@ -2,6 +2,7 @@
 
 import torch
 
+from wide.kernels.gemm_mn.reference import activate
 from wide.kernels.int8 import LARGEST, LEAST, rotated
 
 
@@ -32,8 +33,13 @@ def linear_int8_reference(
     bias: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    gate: str | None = None,
 ) -> torch.Tensor:
     """Multiply in float32; arguments as in `linear_int8`."""
     product = x.float() @ weight.float().t() * scale
     product = product if x_scale is None else product * x_scale[:, None]
-    return (product if bias is None else product + bias.float()).to(dtype or x.dtype)
+    product = product if bias is None else product + bias.float()
+    if gate is not None:
+        first, second = product.chunk(2, 1)
+        product = activate(first, gate) * second
+    return product.to(dtype or x.dtype)
