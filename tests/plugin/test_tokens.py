@@ -103,16 +103,34 @@ def check(folder, found, *, tensor_parallel_size=1, hf_overrides=None, **_):
         wide.set_sparsity(masked, overrides["wide_sparsity"])
     if "wide_weights" in overrides:
         round_weights(masked, tensor_parallel_size, overrides["wide_weights"])
+    is_routed, near = hasattr(masked.config, "wide"), 0
     with torch.no_grad():
         for prompt, new in zip(found["prompts"], found["tokens"], strict=True):
-            logits = masked(torch.tensor([prompt + new[:-1]]), logits_to_keep=16, use_cache=False).logits[0]
-            assert logits.argmax(1).tolist() == new
-    if hasattr(masked.config, "wide"):
+            ids = torch.tensor([prompt + new[:-1]])
+            wanted = masked(ids, logits_to_keep=16, use_cache=False).logits[0].argmax(1).tolist()
+            if is_routed and wanted != new:
+                # Rounding moves a pair over the threshold.
+                assert nearest_margin(masked, ids) < 5e-6
+                near += 1
+            else:
+                assert wanted == new
+    assert near <= 2
+    if is_routed:
         with wide.capture_routing(masked) as routing:
             masked(torch.tensor(found["prompts"][-1:]))
         executed = [float(layer.ffn.float().mean()) for layer in routing]
         assert 0.1 < sum(executed) / len(executed) < 0.9
     return masked
+
+
+def nearest_margin(masked, ids):
+    """Return how near to its threshold a router decided on tokens, at its nearest."""
+    with wide.capture_routing(masked) as routing:
+        masked(ids, use_cache=False)
+    return min(
+        float((getattr(routing[each.layer_index], f"{each.half_layer}_margin") - each.threshold).abs().min())
+        for each in attachment(masked).routers()
+    )
 
 
 def round_weights(model, ranks, form):

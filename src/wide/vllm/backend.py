@@ -118,6 +118,14 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
             (name, tensor if found is None else with_zeros(tensor, *found)) for name, tensor, found in sizes
         )
 
+    def _create_attention_instances(self, _prefix: str = "") -> None:
+        # From vLLM 0.32 on, modules have their attentions; before, the method below is called.
+        for index, attention in self.create_attention_instances().items():
+            name, fuser = self.attention_fusers[index]
+            module = self.get_submodule(name)
+            attention.impl.scale = fuser.scale(module) or attention.impl.scale
+            module.attn = attention
+
     def create_attention_instances(self) -> dict[int, Any]:
         """Return vLLM's attentions by layer, with the numbers of heads that are left; none where none is."""
         config, ranks, found = self.text_config, self.tp_group.world_size, {}

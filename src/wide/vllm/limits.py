@@ -1,5 +1,6 @@
 """What a checkpoint asks of vLLM, read from its configuration; what vLLM's modules cannot do is refused at start."""
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ SPARSITY, FORM = "wide_sparsity", "wide_weights"
 PROMPT_SIZES = tuple(step << shift for shift in range(1, 11) for step in (5, 6, 7, 8))[:-2]
 """Tokens of steps with prompts that vLLM records as CUDA graphs, four for each power of two. In longer steps kernels
 take longer than their launches."""
+
+_LOGGER = logging.getLogger("vllm.wide")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +104,9 @@ def _obstacle(half: object) -> str | None:
 class Limits:
     """What vLLM calls with its configuration before a checkpoint of wide is loaded."""
 
+    doubt = ""
+    """What speaks against this version of vLLM, if anything."""
+
     @staticmethod
     def verify_and_update_model_config(_model_config: Any) -> None:
         """Leave the configuration of the model alone."""
@@ -116,6 +122,8 @@ class Limits:
         config = vllm_config.model_config.hf_config
         if not config.model_type.startswith(PRUNED_PREFIX):
             return
+        if Limits.doubt:
+            _LOGGER.warning("this checkpoint may be served wrongly: %s", Limits.doubt)
         family = config.model_type.removeprefix(PRUNED_PREFIX)
         is_static = hasattr(config, "wide_shape")
         if vllm_config.model_config.is_moe:

@@ -2,8 +2,8 @@
 
 import logging
 
-OLDEST, BELOW = (0, 26), (0, 27)
-"""Versions of vLLM that the modules fit: from the first on, below the second."""
+TESTED = (0, 26), (0, 32)
+"""The oldest and the newest version of vLLM that the modules fit; between these they are used with a warning."""
 _LOGGER = logging.getLogger("vllm.wide")
 
 
@@ -28,10 +28,11 @@ def _register() -> None:
     import wide  # noqa: F401  makes the types of checkpoints known to transformers
     from wide.vllm.limits import FAMILIES, Limits
 
-    wrong = version_obstacle(vllm.__version__)
-    if wrong is not None:
+    wrong, fits = version_obstacle(vllm.__version__)
+    if not fits:
         _LOGGER.warning("wide's checkpoints cannot be served: %s", wrong)
         return
+    Limits.doubt = wrong
     names = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if isinstance(name, str)}
     classes = {
         f"{kind}{name}": f"wide.vllm.backend:{kind}TransformersForCausalLM"
@@ -48,13 +49,17 @@ def _register() -> None:
             ModelRegistry.register_model(name, place)
 
 
-def version_obstacle(version: str) -> str | None:
-    """Return why wide's modules do not fit a version of vLLM, or None; development builds of none are let through."""
+def version_obstacle(version: str) -> tuple[str, bool]:
+    """Return what speaks against a version of vLLM, if anything, and whether wide's modules are used all the same.
+
+    Versions between the tested ones are, and so are development builds without a number.
+    """
     numbers = version.split(".")[:2]
     if not all(number.isdigit() for number in numbers) or numbers == ["0", "0"]:
-        return None
+        return "", True
     found = tuple(int(number) for number in numbers)
-    if OLDEST <= found < BELOW:
-        return None
-    oldest, below = (".".join(map(str, each)) for each in (OLDEST, BELOW))
-    return f"vLLM {version} is not one of the versions that wide knows; install 'vllm>={oldest},<{below}'"
+    if found in TESTED:
+        return "", True
+    oldest, newest = (".".join(map(str, each)) for each in TESTED)
+    wanted = f"vLLM {version} was not tested with wide; install 'vllm=={newest}.*' or 'vllm=={oldest}.*'"
+    return wanted, TESTED[0] < found < TESTED[1]
