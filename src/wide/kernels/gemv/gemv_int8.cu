@@ -18,10 +18,11 @@ constexpr int THREADS = 32 * WARPS, CHANNELS = 16;
 constexpr int PIECE = 64;                           // inputs that a warp multiplies at a time
 constexpr int PARTS = GATED || TILES > 2 ? 2 : 1;   // times 16 weight rows: of two matrices, or neighbours
 constexpr int OUTPUTS = GATED ? CHANNELS : CHANNELS * PARTS;   // of a team
-constexpr int TEAM = WARPS / TEAMS;
 static_assert(TEAMS == 1 || !HAS_MASK, "a team that skips its channels would leave the others waiting");
 constexpr int AHEAD = PARTS == 2 ? 2 : 4;           // pieces whose weights are under way
 constexpr int ROUND = TILES < 2 ? 1 : 2;            // tiles that are added up at a time
+constexpr int TEAM = WARPS / TEAMS;
+constexpr int TURNS = (OUTPUTS * 8 * ROUND + 32 * TEAM - 1) / (32 * TEAM);
 constexpr int ROW_WORDS = INT8 ? 1 : 2;             // times 16 bytes of a row make up a lane's share of a piece
 constexpr int MAX_GROUPS = 1024;
 #if INT8
@@ -173,7 +174,9 @@ gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight,
   __shared__ u16 list[SUMS ? MAX_GROUPS : 1];
   __shared__ u32 votes[WARPS];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int first = (blockIdx.x * TEAMS + warp / TEAM) * OUTPUTS;
+  // Written so that one team costs no register.
+  const int team = TEAMS > 1 ? warp / TEAM : 0, member = TEAMS > 1 ? warp % TEAM : warp, own = TEAMS > 1 ? thread % (32 * TEAM) : thread;
+  const int first = (blockIdx.x * TEAMS + team) * OUTPUTS;
   int pieces = K / PIECE;
   if (SUMS) {
     // The groups that some row executes, in order.
@@ -201,7 +204,7 @@ gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight,
     for (int row = 0; row < M; ++row) executes |= mask[row * stride_mask + group] != 0;
     if (!executes) {
       if (ZERO_SKIPPED)
-        for (int i = thread % (32 * TEAM); i < OUTPUTS * M; i += 32 * TEAM) out[(i / OUTPUTS) * N + first + i % OUTPUTS] = 0;
+        for (int i = own; i < OUTPUTS * M; i += 32 * TEAM) out[(i / OUTPUTS) * N + first + i % OUTPUTS] = 0;
       return;
     }
   }
@@ -216,7 +219,7 @@ gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight,
   const Rotation rotation(lane);
 #endif
 #pragma unroll 1
-  for (int start = warp % TEAM; start < pieces; start += TEAM * AHEAD) {
+  for (int start = member; start < pieces; start += TEAM * AHEAD) {
     Words weights[AHEAD][PARTS][2];
     int at[AHEAD], group[AHEAD];
 #pragma unroll
@@ -240,10 +243,11 @@ gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight,
         bool counts = row < M && start + a * TEAM < pieces;
         // Of a group that a row skips it may hold anything.
         if (SUMS && counts && M > 1) counts = mask[row * stride_mask + group[a]] != 0;
-#pragma unroll
-        for (int w = 0; w < ROW_WORDS; ++w) {
-          rows[t][w] = {};
-          if (counts) rows[t][w] = load_row(x + (long long)row * stride_x + at[a] + begin + 8 * w);
+        const Element* const p = x + (long long)row * stride_x + at[a] + begin;
+        rows[t][0] = rows[t][ROW_WORDS - 1] = {};
+        if (counts) {
+          rows[t][0] = load_row(p);
+          if (ROW_WORDS == 2) rows[t][ROW_WORDS - 1] = load_row(p + 8);
         }
 #if ROTATES
         rotation.turn(rows[t]);
@@ -285,7 +289,9 @@ gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight,
         for (int i = 0; i < 4; ++i) sums[warp][p * ROUND + t][i][lane] = total[p * TILES + begun + t][i];
     __syncthreads();
     // A thread finishes a channel of a row: where its sum lies in a fragment is fixed.
-    for (int one = thread % (32 * TEAM); one < OUTPUTS * min(8 * ROUND, M - 8 * begun); one += 32 * TEAM) {
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int one = own + turn * 32 * TEAM;
+      if (one >= OUTPUTS * min(8 * ROUND, M - 8 * begun)) break;
       const int channel = one % OUTPUTS, place = one / OUTPUTS, row = 8 * begun + place;
       const int owner = (channel & 7) * 4 + (row & 7) / 2, slot = (channel >> 3 & 1) * 2 + (row & 1), tile = place >> 3;
       float value[2];
@@ -293,7 +299,7 @@ gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight,
       for (int p = 0; p < (GATED ? 2 : 1); ++p) {
         const int part = GATED ? p : channel / CHANNELS;
         Sum sum = 0;
-        for (int w = 0; w < TEAM; ++w) sum += sums[warp / TEAM * TEAM + w][part * ROUND + tile][slot][owner];
+        for (int w = 0; w < TEAM; ++w) sum += sums[team * TEAM + w][part * ROUND + tile][slot][owner];
         value[p] = (float)sum;
         if (INT8) value[p] *= x_scale[row];
       }
