@@ -5,6 +5,7 @@ operator and which kernels ran. Logits are compared at some places of the prompt
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -67,6 +68,8 @@ class Reference:
 def reference(model: Any, ids: Tensor, *, trained: bool = False, by_layer: bool = False) -> Reference:
     """Return what an attached model computes masked of a prompt [1, T]; not through the engine.
 
+    Without routers there is nothing but a static plan's logits.
+
     Args:
         trained: Whether the routers' decisions are the masks. Random ones break a trained model, which then makes much
             of rounding: 6 to 42 times what the dense model does, and under its own decisions less than that.
@@ -77,7 +80,7 @@ def reference(model: Any, ids: Tensor, *, trained: bool = False, by_layer: bool 
     with capture_routing(model) as decisions:
         own = _logits(model, ids, at)
     routing = list(decisions) if trained else _half_masks(model, ids)
-    with bypass(model):
+    with bypass(model) if attachment(model).plan.is_routed else nullcontext():
         dense = _logits(model, ids, at)
         states = [_states(model, ids)] if by_layer else []
     with force_routing(model, routing):

@@ -41,20 +41,21 @@ def random_model(shape: str, *, num_layers: int | None, device: torch.device, dt
 
 
 @torch.no_grad()
-def set_shares(model: Any, ids: Tensor, skipped: tuple[float, float]) -> None:
+def set_shares(model: Any, ids: Tensor, skipped: tuple[float, float] | list[tuple[float, float]]) -> None:
     """Put each router's threshold where it skips a share of its (token, group) pairs on some tokens.
 
     Args:
         model: Attached, not optimised.
         ids: Tokens, [1, T].
-        skipped: Shares in attention and FFN, each in [0, 1); at 0 everything executes, on other tokens, too.
+        skipped: Shares in attention and FFN, each in [0, 1), of all layers or of each; at 0 everything executes, on
+            other tokens, too.
     """
-    shares = dict(zip(("attention", "ffn"), skipped, strict=True))
+    by_layer = skipped if isinstance(skipped, list) else [skipped] * len(attachment(model).specs)
     for _ in range(_PASSES):
         with capture_routing(model) as routing:
             model(ids, use_cache=False, logits_to_keep=1)
         for router in attachment(model).routers():
-            share = shares[router.half_layer]
+            share = by_layer[router.layer_index][("attention", "ffn").index(router.half_layer)]
             margins = getattr(routing[router.layer_index], f"{router.half_layer}_margin").flatten().float().sort()[0]
             router.threshold = float(margins[int(share * len(margins))]) if share else _EVERYTHING
 
