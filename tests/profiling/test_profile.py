@@ -13,13 +13,16 @@ import torch
 from wide.config import WideConfig
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, EvaluationError
+from wide.grouping import Grouping
 from wide.inference.engine.decoder import Decoder
 from wide.inference.operators.table import OperatorTable
 from wide.models.adapter import save
 from wide.models.attach import attach, attachment
+from wide.models.discovery import discover
 from wide.models.lora import add_lora
 from wide.models.pretrained import load_pretrained
 from wide.models.router import Router
+from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
 from wide.profiling import calls, correctness, profile
 from wide.profiling.calls import AS_LOADED, DENSE, Candidate, generate_us, race_calls
 from wide.profiling.correctness import LIMIT, check_batch, check_decoder, places, reference
@@ -327,13 +330,46 @@ def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_pa
         assert "batched" not in found
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_static_adapter_runs_in_the_same_engine(wrong, monkeypatch, tiny_model_folder, tmp_path):
+    model = load_pretrained(str(tiny_model_folder))
+    spec, dense = discover(model)[1], LayerPlan(attention=Dense(), ffn=Dense())
+    scale = torch.ones(spec.ffn.width).index_fill(0, torch.arange(10, spec.ffn.width), 0.0)
+    kept = LayerPlan(attention=Skipped(), ffn=Kept(grouping=Grouping(spec.ffn.width, 1), kept=10))
+    layers = (dense, kept, *[dense] * (len(discover(model)) - 2))
+    attach(model, Plan(layers), tensors={scale_name(1, "ffn"): scale})
+    save(model, tmp_path / "run" / "adapter")
+    if wrong:
+
+        def other(*given, **options):
+            known = reference(*given, **options)
+            return replace(known, masked=known.masked.roll(1, -1))
+
+        monkeypatch.setattr(profile, "reference", other)
+    named = {"shape": None, "model": str(tiny_model_folder), "adapter": str(tmp_path / "run" / "adapter")}
+    options = {"ffn_group_size": None, "generate": 3, "batched": "1", "batched_generate": 4, "batch": "1,2"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="wide:")
+        green, found, _ = _profiled(tmp_path / "run" / "profile", **named, **options)
+    assert (green, found["gate"]["green"]) == (not wrong, not wrong)
+    if wrong:
+        assert found["records"] == []
+        return
+    names = {"as loaded", "dense", "pruned"}
+    assert {r["candidate"] for r in found["records"]} == {r["candidate"] for r in found["batched"]} == names
+    assert found["batched_gate"]["preferred"].keys() == {"dense", "pruned"}
+    assert {f["candidate"] for f in read_profile(tmp_path / "run").forwards()} == names
+    skipped = next(r["skipped"] for r in found["records"] if r["candidate"] == "pruned")
+    assert 0 < skipped["attention"] < skipped["ffn"] + skipped["attention"] < 1
+
+
 def test_prompts_of_a_text_differ_and_an_adapter_runs_merged(tiny_model_folder, tmp_path):
     model = attach(load_pretrained(str(tiny_model_folder)), WideConfig(ffn_group_size=16, router_rank=2))
     add_lora(model, rank=2)
     save(model, tmp_path / "adapter")
     named = {"model": str(tiny_model_folder), "adapter": str(tmp_path / "adapter"), "text": str(tmp_path / "text")}
     job = profile._Job(options=ProfileOptions(**named, prompt="24", batch="1,2"), device=CPU, backend="torch")
-    found = job.routed_model(job.dense_model())
+    found = job.pruned_model(job.dense_model())
     assert attachment(found).lora.merged
     (tmp_path / "text").write_text("One text that is longer than a prompt and shorter than two of them.")
     first, second = job.tokens(found).tolist()

@@ -85,7 +85,7 @@ def _check(options: ProfileOptions) -> None:
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} does not go with --comparison, whose cells say what is timed and keep it")
     if options.batched is not None:
-        raise UsageError("--batched is for one routed model; leave it out with --comparison")
+        raise UsageError("--batched is for one model; leave it out with --comparison")
 
 
 def _cells(comparison: Path) -> list[Path]:

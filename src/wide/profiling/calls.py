@@ -1,16 +1,14 @@
 """The public calls of a model, timed by the wall clock as their callers see them, candidates interleaved.
 
 `model(...)` of a prompt without a cache, `generate()`, whose one call gives the time to the first token and that of
-each further one, and `generate_batch`'s engine. Checkpoints that are pruned once and for all are raced in CUDA graphs.
+each further one, and `generate_batch`'s engine.
 """
 
-import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.errors import EvaluationError
-from wide.inference.choice.tuning.timing import Timing, summary, time_interleaved
-from wide.models.gates import cache_name
+from wide.inference.choice.tuning.timing import Timing, summary
 from wide.models.observe import bypass, now
 
 AS_LOADED, DENSE = "as loaded", "dense"
@@ -28,7 +25,6 @@ AS_LOADED, DENSE = "as loaded", "dense"
 FORWARD, FIRST, STEP = "forward", "first token", "step"
 """What is timed: a call of the model, and of `generate()` the first token and each further one."""
 Call = Callable[[], Tensor]
-_SPARE_PLACES = 64
 # Of a shape: as many rounds as fit, but the model as loaded is timed twice at most, and once where that takes long.
 _SECONDS, _QUICK_SECONDS, _MAX_ROUNDS, _LEAST_ROUNDS, _SLOW_ROUNDS = 2.0, 0.5, 10, 2, 2
 # Sessions of a candidate in `generate_batch`: graphs are captured in each.
@@ -280,73 +276,3 @@ def batch_agreement(model: Any, prompt: int, new: int) -> dict[str, float]:
     alone = preferred([generate_us(model, ids, new)[2][0, ids.shape[1] :].tolist() for ids in given])
     with _batching(model, len(prompts), prompt, new) as manager:
         return {"generate": alone, "generate_batch": preferred(_batch(manager, prompts, new)[1])}
-
-
-def captured_race(
-    models: Mapping[str, Any], what: str, ids: Tensor, length: int, *, quick: bool
-) -> dict[str, tuple[Timing, int]]:
-    """Return the time of each model, captured in a CUDA graph, and the most bytes held during a call.
-
-    Args:
-        what: 'prefill' or 'decode'.
-        ids: Tokens of each sequence, [B, T] for a prefill and [B, 1] for a step.
-        length: Tokens of a prompt, or cached before the step.
-    """
-    opened = prefill_call if what == "prefill" else partial(step_call, length=length)
-    calls = {name: opened(model, ids) for name, model in models.items()}
-    times = time_interleaved(calls, rounds=6 if quick else 20)
-    found = {}
-    for name, call in calls.items():
-        reset_peak()
-        call()
-        found[name] = times[name], torch.cuda.max_memory_allocated()
-    return found
-
-
-def prefill_call(model: Any, ids: Tensor) -> Call:
-    """Return a call that computes the logits after the last token of prompts [B, T]."""
-    from transformers import DynamicCache
-
-    @torch.no_grad()
-    def call() -> Tensor:
-        # Without a cache the model looks for packed sequences, which a graph cannot capture.
-        options = _over(model, DynamicCache(config=model.config)) | {"logits_to_keep": 1}
-        return model(input_ids=ids, **options).logits  # type: ignore[no-any-return]
-
-    call()
-    return call
-
-
-def step_call(model: Any, ids: Tensor, *, length: int) -> Call:
-    """Return a call that adds one token at place `length` of a static cache, always the same.
-
-    Args:
-        model: A causal LM in evaluation mode; its layers may have different numbers of KV heads, or no attention.
-        ids: The token of each sequence, [B, 1].
-        length: Tokens cached before it.
-    """
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=length + _SPARE_PLACES)
-    options = _over(model, cache)
-    with torch.no_grad():
-        # Allocates the layers' tensors.
-        model(input_ids=ids, **options)
-    layers: list[Any] = [layer for layer in cache.layers if layer.is_initialized]
-    for layer in layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    counts = [layer.cumulative_length for layer in layers]
-    starts = [torch.full_like(count, length) for count in counts]
-
-    @torch.no_grad()
-    def call() -> Tensor:
-        torch._foreach_copy_(counts, starts)
-        return model(input_ids=ids, **options).logits  # type: ignore[no-any-return]
-
-    call()
-    return call
-
-
-def _over(model: Any, cache: Any) -> dict[str, Any]:
-    return {"use_cache": True, cache_name(inspect.signature(type(model).forward).parameters): cache}

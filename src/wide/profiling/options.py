@@ -17,7 +17,7 @@ class ProfileOptions:
         output: Folder for endtoend.json; wide report draws it, with the run's quality if it is RUN/profile. Null
             with a comparison, whose cells keep their own.
         model: Hub name or local folder of a real model; null takes a shape with random weights.
-        adapter: Folder of its routers, or of a static plan, which is then materialised; null takes random routers.
+        adapter: Folder of its routers, or of a static plan; null takes random routers.
         comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
             cell's folder; wide report draws the comparison's quality against its speed. Cells that were timed before
             are left alone.
@@ -29,7 +29,7 @@ class ProfileOptions:
         prompt: Tokens of the prompt, one or more numbers separated by commas.
         generate: Tokens to generate.
         calls: forward (a call of the model without a cache), generate (time to the first token, and of each further
-            one), or both, separated by commas. Of no matter to static plans.
+            one), or both, separated by commas.
         batched: Numbers of requests at once for generate_batch, separated by commas; null leaves it out.
         batched_generate: Tokens that generate_batch makes for each request, after the first of the prompts.
         sparsities: Shares that random routers skip, separated by commas, 'A/F' where attention and FFN differ; at 0

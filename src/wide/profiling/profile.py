@@ -1,8 +1,8 @@
 """Whole models on a GPU through their public calls: a correctness gate first, then the dense model beside the pruned.
 
 Candidates of a routed model are the dense model 'as loaded', the 'dense' model in the optimised one's engine (the
-strongest dense peer), and the optimised one: 'routed A/F' by the shares that random routers skip, or 'own routing' of
-an adapter. An adapter whose plan is static is materialised and raced as Hugging Face runs it, 'dense' beside 'pruned'.
+strongest dense peer), and the optimised one: 'routed A/F' by the shares that random routers skip, 'own routing' of an
+adapter, or 'pruned' where an adapter's plan is static.
 
 endtoend.json is written after every shape. Beside the facts of the run it holds
 
@@ -29,6 +29,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,12 +45,13 @@ from wide.errors import ConfigError
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
 from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
-from wide.models.adapter import load
-from wide.models.attach import attach, attachment, is_attached
+from wide.models.adapter import load, read_config
+from wide.models.attach import attach, attachment, is_attached, plan_of
 from wide.models.block_spec import standing_in
 from wide.models.lora import merge_lora
-from wide.models.observe import bypass, now
-from wide.models.pretrained import load_pretrained, load_skeleton
+from wide.models.observe import now
+from wide.models.pretrained import load_pretrained
+from wide.plan import Dense
 from wide.profiling.calls import (
     AS_LOADED,
     DENSE,
@@ -58,7 +60,6 @@ from wide.profiling.calls import (
     STEP,
     Candidate,
     batch_agreement,
-    captured_race,
     generate_us,
     race_batches,
     race_calls,
@@ -66,11 +67,9 @@ from wide.profiling.calls import (
 )
 from wide.profiling.correctness import check_batch, check_decoder, reference
 from wide.profiling.options import ProfileOptions
-from wide.profiling.static_pair import PRUNED, is_static, materialise_pair, method_of
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
 from wide.writing import write_whole
 
-_PAIR_GATE_TOKENS = 640
 _CALIBRATED = 2048
 _MOST_REQUESTS_AS_LOADED = 1
 # Wrong kernels agree on nothing. Routers decide in two layers: behind many random ones rounding decides.
@@ -84,20 +83,16 @@ Record = dict[str, Any]
 def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say: Say, backend: str = "auto") -> bool:
     """Check and time a model, write endtoend.json after every shape, and return whether all gates were green.
 
-    Raises ConfigError if batches of requests are asked of a static plan; EvaluationError if `generate()` or a batch
-    fails.
+    Raises EvaluationError if `generate()` or a batch fails.
 
     Args:
         backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
     """
-    static = options.adapter is not None and is_static(Path(options.adapter))
-    if static and options.requests:
-        raise ConfigError("--batched times generate_batch of routed models, and this plan is static; leave it out")
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)
     job = _Job(options=options, device=device, backend=backend)
     report = _Report(options, out / "endtoend.json", say)
-    return _race_static(job, report) if static else _Routed(job, report).run()
+    return _Profile(job, report).run()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +107,8 @@ class _Job:
 
     @property
     def method(self) -> str:
-        return "wide" if self.options.adapter is None else method_of(Path(self.options.adapter))
+        facts = {} if self.options.adapter is None else read_config(Path(self.options.adapter))["provenance"]
+        return str(facts.get("method", {}).get("method", "wide"))
 
     def dense_model(self) -> Any:
         """Return the model without routers, in evaluation mode, that never ends a text by itself."""
@@ -128,8 +124,8 @@ class _Job:
         model.generation_config = GenerationConfig()
         return model.eval()
 
-    def routed_model(self, dense: Any) -> Any:
-        """Return a copy of a model with the adapter's routers, or random ones."""
+    def pruned_model(self, dense: Any) -> Any:
+        """Return a copy of a model with the adapter's plan, or random routers."""
         model = copy.deepcopy(dense)
         if self.options.adapter is not None:
             model = load(model, self.options.adapter)
@@ -225,27 +221,8 @@ def _record(
     return record | {"metric": "TPOT" if what == "decode" else "TTFT", "runtime": runtime, "peak_memory_bytes": memory}
 
 
-def _race_static(job: _Job, report: _Report) -> bool:
-    options = job.options
-    name, dtype = str(options.model), str(_dtype(job.device)).removeprefix("torch.")
-    vocabulary = int(load_skeleton(name).config.vocab_size)
-    ids = torch.randint(0, vocabulary, (1, _PAIR_GATE_TOKENS), device=job.device)
-    dense, pruned, gate = materialise_pair(name, Path(str(options.adapter)), ids, dtype=dtype, device=job.device)
-    if not report.begin("gate", gate, {}, method=job.method):
-        return False
-    tokens, models = job.tokens(dense), {DENSE: dense, PRUNED: pruned}
-    for length, batch in job.shapes():
-        cached = length + options.generate // 2
-        for what, size, ids in (("prefill", length, tokens[:, :length]), ("decode", cached, tokens[:, :1])):
-            found = captured_race(models, what, ids[:batch].contiguous(), size, quick=options.quick)
-            times = {each: timing for each, (timing, _) in found.items()}
-            runtime = "transformers in a CUDA graph"
-            report.add("records", [_record(what, size, batch, each, times, found[each][1], runtime) for each in models])
-    return report.finish()
-
-
-class _Routed:
-    """A dense model as loaded and its copy with routers, through one sparsity after the other."""
+class _Profile:
+    """A dense model as loaded and a copy with routers, through one sparsity after the other, or with a static plan."""
 
     def __init__(self, job: _Job, report: _Report) -> None:
         """Load both; only the first is there when its memory is measured."""
@@ -258,7 +235,13 @@ class _Routed:
         reset_peak()
         generate_us(self.dense, self.first_prompt, 2)
         self.dense_peak = torch.cuda.max_memory_allocated()
-        self.model = job.routed_model(self.dense)
+        self.model = job.pruned_model(self.dense)
+        # In the same engine: a static plan's has cut matrices alone. Parameters are those of the model as loaded.
+        self.peer: Any = None
+        if not attachment(self.model).plan.is_routed:
+            self.peer = copy.deepcopy(self.dense, {id(each): each for each in self.dense.parameters()})
+            plan = plan_of(attachment(self.model).specs, lambda *_: Dense())
+            optimize(attach(self.peer, plan), backend=job.backend)
         # What the model as loaded took, by shape; it is timed once.
         self.as_loaded: dict[tuple[int, int], dict[str, Timing]] = {}
         self.batched_as_loaded: dict[int, float] = {}
@@ -283,10 +266,11 @@ class _Routed:
         if wanted is not None:
             set_shares(self.model, calibrated, wanted)
         measured = skipped_shares(self.model, calibrated)
-        self.name = "own routing" if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
+        own = "own routing" if self.peer is None else "pruned"
+        self.name = own if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
         self.skipped = measured if wanted is None else wanted
         start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
-        executed = 1.0 - self.skipped[0], 1.0 - self.skipped[1]
+        executed = (1.0 - self.skipped[0], 1.0 - self.skipped[1]) if self.peer is None else (1.0, 1.0)
         began = time.perf_counter()
         with warnings.catch_warnings():
             if not any(self.skipped):
@@ -295,7 +279,7 @@ class _Routed:
             optimize(
                 self.model,
                 backend=self.job.backend,
-                weights=self.options.weights,
+                weights=self.options.weights if self.peer is None else "model",
                 executed=executed,
                 tune=any(self.skipped),
             )
@@ -364,7 +348,7 @@ class _Routed:
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(name=DENSE, model=self.model, is_dense=True),
+            Candidate(name=DENSE, model=self.peer or self.model, is_dense=self.peer is None),
             Candidate(name=self.name, model=self.model, skipped=self.skipped),
         ]
 
@@ -401,13 +385,14 @@ class _Routed:
 
     def _batched_gate(self) -> Record:
         """Compare tokens of `generate_batch` with those that the model prefers: dense in all layers, routed in few."""
-        engine = attachment(self.model).engine
         prompt = min(self.options.prompts[0], _AGREEMENT_PROMPT)
         new = min(self.options.batched_generate, _AGREEMENT_TOKENS)
-        with bypass(self.model):
-            found = {"dense": batch_agreement(self.model, prompt, new)}
-        with engine.shortened(_AGREEMENT_LAYERS):
-            found["routed"] = batch_agreement(self.model, prompt, new)
+        found = {}
+        for each in self._candidates():
+            whole = each.is_dense or self.peer is not None
+            with each.within(), nullcontext() if whole else attachment(each.model).engine.shortened(_AGREEMENT_LAYERS):
+                name = "dense" if each.name == DENSE else "routed" if self.peer is None else "pruned"
+                found[name] = batch_agreement(each.model, prompt, new)
         # Two shares of 0 would pass: those of `generate()` must be high of themselves.
         green = all(
             each["generate"] >= _AGREEMENT_KNOWN and each["generate_batch"] >= _AGREEMENT_SHARE * each["generate"]
