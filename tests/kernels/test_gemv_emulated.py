@@ -14,7 +14,8 @@ from benchmarks.cases.gemv import _INT8_K, _INT8_MN, GEMV_K, GEMV_MN
 from wide.kernels.gemv import _cuda
 from wide.kernels.int8 import hadamard, rotated
 from wide.kernels.linear_int8 import quantise_rows
-from wide.kernels.linear_int8._cuda import linear_int8
+from wide.kernels.linear_int8._cuda import linear_int8, supports
+from wide.kernels.linear_int8.op import Int8Shape
 from wide.kernels.linear_int8.reference import linear_int8_reference
 
 FOLDER = Path(__file__).parent
@@ -134,6 +135,11 @@ def test_halves_of_many_rows(rows, num_sms, emulated, monkeypatch):
     got = _cuda.gemv_mn(x, weight, None, scale=scale)
     wanted = (x.float() @ weight.float().T * scale).bfloat16()
     torch.testing.assert_close(got, wanted, rtol=8e-3, atol=1e-3)
+
+
+def test_a_gate_whose_half_is_no_whole_tile_is_refused():
+    assert supports(Int8Shape(4, torch.bfloat16, 64, 64)) is None
+    assert "N=48" in str(supports(Int8Shape(4, torch.bfloat16, 48, 64)))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 
-from wide.kernels.device import cuda_obstacle, hopper_step
+from wide.kernels.device import HOPPER_STEP, cuda_obstacle
 from wide.kernels.gemm_mn._cuda import CLUSTER_TILE, multiply
 from wide.kernels.gemv import _cuda as gemv
-from wide.kernels.gemv.op import GemvShape
 from wide.kernels.linear_int8.op import BACKENDS, Int8Shape
+
+# Weight rows of the kernel of few rows: of a block of many, or of a gate and what it is multiplied by.
+_WIDTH = 2 * gemv.CHANNELS
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -17,25 +19,20 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def supports(shape: Int8Shape) -> str | None:
     """Return why no device runs a shape, or None."""
-    if shape.dtype != torch.int8:
-        if shape.rows > gemv.MAX_ROWS:
-            return f"the kernel in CUDA C++ takes up to {gemv.MAX_ROWS} rows that are not int8, got {shape.rows}"
-        return gemv.supports(GemvShape(shape.dtype, shape.depth, shape.width, int8=True))
-    step = hopper_step(torch.int8)
-    if _is_small(shape):
-        return None
-    if shape.width % CLUSTER_TILE[1] == 0 and step and shape.depth % step == 0:
+    is_int8, step = shape.dtype == torch.int8, 2 * HOPPER_STEP
+    if _is_small(shape) or (is_int8 and shape.width % CLUSTER_TILE[1] == 0 and shape.depth % step == 0):
         return None
     return (
-        f"the kernels in CUDA C++ want N a multiple of {CLUSTER_TILE[1]} and K of {step} for int8 rows, or up to "
-        f"{gemv.MAX_INT8_ROWS} of them; got {shape.rows} rows, N={shape.width}, K={shape.depth}"
+        f"the kernels in CUDA C++ take up to {gemv.MAX_ROWS} rows in half precision and {gemv.MAX_INT8_ROWS} in int8, "
+        f"N a multiple of {_WIDTH} and K of {gemv.PIECE}, and more int8 rows, N a multiple of {CLUSTER_TILE[1]} and K "
+        f"of {step}; got {shape.rows} rows in {shape.dtype}, N={shape.width}, K={shape.depth}"
     )
 
 
 def _is_small(shape: Int8Shape) -> bool:
-    """Return whether the kernel of few rows takes these in int8: it reads weights with all multiprocessors."""
-    fits = shape.width % (2 * gemv.CHANNELS) == 0 and shape.depth % gemv.PIECE == 0
-    return shape.rows <= gemv.MAX_INT8_ROWS and fits
+    """Return whether the kernel of few rows takes a shape: it reads weights with all multiprocessors."""
+    most = {torch.int8: gemv.MAX_INT8_ROWS, torch.float16: gemv.MAX_ROWS, torch.bfloat16: gemv.MAX_ROWS}
+    return shape.rows <= most.get(shape.dtype, 0) and shape.width % _WIDTH == 0 and shape.depth % gemv.PIECE == 0
 
 
 @BACKENDS.register("cuda", needs=_obstacle, supports=supports)
