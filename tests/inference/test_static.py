@@ -13,6 +13,7 @@ from wide.inference import optimize as optimize_module
 from wide.inference.engine import batching
 from wide.inference.operators.table import OperatorTable
 from wide.inference.optimize import deoptimize, optimize
+from wide.materialisation.materialise import materialise
 from wide.models.attach import attach, attachment, detach, plan_for
 from wide.models.discovery import discover
 from wide.models.observe import bypass
@@ -140,6 +141,8 @@ def test_changes_and_the_dense_model_are_followed():
 def test_what_the_engine_does_not_run_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="weights='int8' is for routers"):
         optimize(pruned("width"), backend="torch", weights="int8")
+    with pytest.raises(UnsupportedModelError, match="cut already"):
+        optimize(materialise(pruned("width")))
     model = make("llama")
     routed = plan_for(WideConfig(ffn_group_size=16), discover(model)).layers[0]
     mixed = Plan((routed, LayerPlan(attention=Skipped(), ffn=Dense())))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from wide.config import RecoverConfig, StageConfig
 from wide.errors import UnsupportedModelError
 from wide.evaluation.evaluate import evaluate
+from wide.inference.optimize import optimize
 from wide.materialisation.checkpoint import SlicedMixin, load_checkpoint
 from wide.materialisation.materialise import materialise
 from wide.methods.apply import apply, expected_time
@@ -149,7 +150,7 @@ def test_the_same_seed_decides_the_same_and_files_keep_it(name, tmp_path):
     torch.testing.assert_close(logits(loaded, ids()), logits(model, ids()), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["sliced", "masked"])
+@pytest.mark.parametrize("how", ["sliced", "masked", "optimised"])
 @pytest.mark.parametrize("name", sorted(set(ROWS) - ROUTED))
 def test_what_is_cut_out_computes_what_the_masks_do(name, how, tmp_path):
     decided, _ = at_half(name)
@@ -159,6 +160,10 @@ def test_what_is_cut_out_computes_what_the_masks_do(name, how, tmp_path):
     if (name, how) == ("slicegpt", "masked"):
         with pytest.raises(UnsupportedModelError, match="sliced"):
             materialise(model, how)
+        return
+    if how == "optimised":
+        found = logits(optimize(model.eval(), backend="torch"), ids())
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
         return
     materialise(model, how).save_pretrained(tmp_path / "checkpoint")
     sliced = isinstance(model, SlicedMixin)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.data.progress import steps
-from wide.errors import ConfigError, NotAttachedError, UnsupportedBackendError
+from wide.errors import ConfigError, NotAttachedError, UnsupportedBackendError, UnsupportedModelError
 from wide.inference.choice.layer_sizes import misfit
 from wide.inference.choice.measured import is_measured, measured_table, obstacle
 from wide.inference.choice.sample import LayerSample, sample_layers
@@ -22,6 +22,7 @@ from wide.inference.reading.model import require_readable
 from wide.inference.reading.quantising import WEIGHTS
 from wide.inference.reading.weights import require_plain
 from wide.kernels.device import device_facts, half_obstacle
+from wide.materialisation.checkpoint import SlicedMixin
 from wide.models.attach import attachment
 from wide.models.pretrained import peft_adapters
 from wide.plan import Plan, Routed
@@ -90,6 +91,11 @@ def optimize(
             routers beside a static plan, a static plan in int8.
         UnsupportedBackendError: If the kernels cannot run on the layers' device, in their dtype, or with their groups.
     """
+    if isinstance(model, SlicedMixin):
+        raise UnsupportedModelError(
+            "this checkpoint is cut already, and the engine cuts whole layers itself; load the base with its adapter, "
+            "wide.load(base, adapter), and optimise that"
+        )
     state = attachment(model)
     require_readable(state.plan, is_replaced=state.replaced is not None, weights=weights)
     if backend not in _BACKENDS:
