@@ -9,7 +9,8 @@ differs is not timed. Rows take turns, times are medians, and steps replay CUDA 
 figure, the most wanted ones first, and further turns follow while there is time. It holds
 
 - rows: for each row its gate (`wide.profiling.correctness`) and, where routers decide, skipped_prompt and
-  skipped_steps (by prompt), measured shares of attention and FFN; or why it failed, which costs no other row.
+  skipped_steps (by prompt), measured shares of attention and FFN; or why it failed, which costs no other row, and
+  what of it ran masked, which nothing should.
 - records: 'what' is 'first token' or 'token' of `generate()` with one sequence, of 'size' prompt tokens, or 'requests',
   of 'size' requests at once in `generate_batch`'s engine; 'value' is in milliseconds or tokens/s. 'samples' counts.
 """
@@ -181,6 +182,9 @@ class _Race:
             | {"low": min(values), "high": max(values)}
             for (what, size, row), values in self.samples.items()
         ]
+        for row, model in self.models.items():
+            if said := sorted(attachment(model).engine._said):
+                self.content["rows"][row]["ran masked"] = said
         write_whole(self.out, json.dumps(self.content, indent=1) + "\n")
 
 
