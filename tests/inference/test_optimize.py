@@ -275,10 +275,10 @@ def test_projections_lie_together_while_optimised_and_apart_afterwards():
 
 
 def test_a_compiled_model_runs_masked():
-    model, ids = attach(make("llama"), CONFIG), tokens(2, 12)
+    model, ids = attach(make("llama", num_hidden_layers=1), CONFIG), tokens(2, 12)
     with torch.no_grad():
         masked = model(ids).logits
         optimize(model, table=SMALL)
         torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(ids).logits, masked, atol=1e-5, rtol=1e-4)

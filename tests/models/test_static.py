@@ -1,6 +1,7 @@
 """Static plans: kept units, skipped halves, projected streams, FFNs that follow; on every family, masked and exact."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -307,9 +308,18 @@ def test_gqa_and_tied_embeddings(heads, tied):
 
 
 def test_every_kind_compiles_as_one_graph():
-    for kind in ("kept", "skipped", "stream", "following"):
+    # Two models for all kinds: tracing takes seconds.
+    model = make("llama")
+    (kept, _), (following, _) = kept_plan(model)[0].layers, layer_skip_plan(model, router_input="layer_input").layers
+    stream, bases = stream_plan(model, 24)
+    scales = kept_plan(model)[1]
+    for plan, tensors in (
+        (Plan((replace(kept, ffn=Skipped()), following)), ["layers.0.attention.scale"]),
+        (replace(stream, layers=(replace(kept, attention=Skipped()), stream.layers[1])), ["layers.0.ffn.scale"]),
+    ):
         model, ids = make("llama"), tokens()
-        _attach(model, kind)
+        names = [*tensors, *(bases if plan.stream else ())]
+        attach(model, plan, tensors={name: (scales | bases)[name] for name in names})
         eager = logits(model, ids)
         torch._dynamo.reset()
         with torch.no_grad():

@@ -161,9 +161,9 @@ def test_a_resumed_trainer_ends_as_if_it_had_not_stopped(tmp_path, wrapped):
 
 def test_a_loss_with_label_smoothing_and_a_callback_made_again_have_the_term(tmp_path):
     # The model returns no loss there.
-    changes = {"label_smoothing_factor": 0.1, "restore_callback_states_from_checkpoint": True, "max_steps": 40}
+    changes = {"label_smoothing_factor": 0.1, "restore_callback_states_from_checkpoint": True, "max_steps": 24}
     strong = wide.ObjectiveConfig(sparsity=0.9, weight=30)
-    changes |= {"learning_rate": 3e-2, "lr_scheduler_type": "constant"}
+    changes |= {"learning_rate": 1e-1, "lr_scheduler_type": "constant"}
     first = changes | {"save_steps": 4, "max_steps": 4}
     trainer_of(routed_model(), tmp_path, wide.RouterCallback(objective=strong), **first).train()
     changes["save_strategy"] = "no"

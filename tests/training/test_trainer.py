@@ -11,7 +11,6 @@ import pytest
 import torch
 from tiny import RandomSource, batch, routed_model, stage
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, TrainingError
@@ -73,6 +72,8 @@ def test_masks_are_drawn_at_the_temperature_of_the_step(monkeypatch):
 
 @pytest.mark.gpu
 def test_steps_of_several_replays_are_those_that_are_launched(monkeypatch):
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
     recorded, record = [], CUDAGraphTreeManager.record_function
     monkeypatch.setattr(CUDAGraphTreeManager, "record_function", lambda *args: recorded.append(1) or record(*args))
     # Inductor draws other noise than PyTorch.
