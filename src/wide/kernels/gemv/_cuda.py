@@ -147,23 +147,11 @@ def _run(
     kernel = _kernel(facts.capability, tuple(sorted(variant.items())))
     up = weight if up_weight is None else up_weight
     kernel(
-        x.device,
-        width // (CHANNELS * tiles * variant["TEAMS"]),
-        x,
-        weight,
-        up,
-        *(out if each is None else each for each in (bias, up_bias)),
-        scale,
-        *(scale if each is None else each for each in (up_scale, x_scale)),
-        out if mask is None else mask,
-        out,
-        num_rows,
-        width,
-        depth,
-        x.stride(0),
-        weight.stride(0),
-        up.stride(0),
-        0 if mask is None else mask.stride(0),
+        x.device, width // (CHANNELS * tiles * variant["TEAMS"]),
+        x, weight, up, *(out if each is None else each for each in (bias, up_bias)),
+        scale, *(scale if each is None else each for each in (up_scale, x_scale)), out if mask is None else mask, out,
+        num_rows, width, depth,
+        x.stride(0), weight.stride(0), up.stride(0), 0 if mask is None else mask.stride(0),
         1 if mask is None else mask.shape[1],
-    )
+    )  # fmt: skip
     return out

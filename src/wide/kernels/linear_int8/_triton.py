@@ -47,22 +47,11 @@ def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = F
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_int8(
-    X,
-    WEIGHT,
-    SCALE,
-    BIAS,
-    X_SCALE,
-    OUT,
-    M,
-    N,
-    K,
-    stride_xm,
-    stride_wn,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    X, WEIGHT, SCALE, BIAS, X_SCALE, OUT,
+    M, N, K,
+    stride_xm, stride_wn,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     channels = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_channel, is_row = channels < N, rows < M
@@ -109,24 +98,12 @@ def linear_int8(
     tile = default_tile(num_rows, width, device_facts(x.device).num_sms, int8_rows=x_scale is not None)
     out = x.new_empty(num_rows, width, dtype=dtype or x.dtype)
     _linear_int8[(triton.cdiv(width, tile.block_n), triton.cdiv(num_rows, tile.rows))](
-        x,
-        weight,
-        scale,
-        bias,
-        x_scale,
-        out,
-        num_rows,
-        width,
-        depth,
-        x.stride(0),
-        weight.stride(0),
-        ROWS=tile.rows,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=depth % tile.block_k == 0,
-        num_stages=tile.num_stages,
-        num_warps=tile.num_warps,
-    )
+        x, weight, scale, bias, x_scale, out,
+        num_rows, width, depth,
+        x.stride(0), weight.stride(0),
+        ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN_K=depth % tile.block_k == 0,
+        num_stages=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
     return out
 
 
@@ -150,21 +127,10 @@ def expand_int8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 
 @triton.jit
 def _quantise_rows(
-    X,
-    MASK,
-    ROTATION,
-    OUT,
-    SCALE,
-    K,
-    stride_xm,
-    stride_mm,
-    stride_mg,
-    G: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
-    ROTATES: tl.constexpr,
-):
+    X, MASK, ROTATION, OUT, SCALE,
+    K, stride_xm, stride_mm, stride_mg,
+    G: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, MASKED: tl.constexpr, ROTATES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     starts = tl.arange(0, SEGMENTS) * SEGMENT
     counts = starts < K
@@ -204,19 +170,9 @@ def quantise_rows(
     scale = x.new_empty(num_rows, dtype=torch.float32)
     raw = out if mask is None else mask.view(torch.uint8)
     _quantise_rows[(num_rows,)](
-        x,
-        raw,
-        x if rotation is None else rotation,
-        out,
-        scale,
-        depth,
-        x.stride(0),
-        *raw.stride(),
-        G=size,
-        SEGMENT=segment,
-        SEGMENTS=segments,
-        MASKED=mask is not None,
-        ROTATES=rotation is not None,
+        x, raw, x if rotation is None else rotation, out, scale,
+        depth, x.stride(0), *raw.stride(),
+        G=size, SEGMENT=segment, SEGMENTS=segments, MASKED=mask is not None, ROTATES=rotation is not None,
         num_warps=min(16, max(1, segment * segments // 1024)),
-    )
+    )  # fmt: skip
     return out, scale
