@@ -7,7 +7,7 @@ import torch
 from plans import kept_plan, skipped_plan
 
 from wide.data.documents import Document
-from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.errors import NotAttachedError
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.routing_stats import routing_stats
@@ -35,8 +35,10 @@ def test_a_static_plan_is_evaluated_beside_the_dense_model(model, tokenizer):
     assert report.sparsity == static_sparsity(model)
     assert json.loads(json.dumps(report.to_json()))["sparsity"]["kv_cache_kept"] == report.sparsity.kv_cache_kept
     assert "pruned for every token: attention" in report.table()
-    with pytest.raises(UnsupportedModelError, match="materialise"):
-        evaluate(model, DOCUMENTS, window=32, max_windows=1, fused=True)
+    fused = evaluate(model, DOCUMENTS, window=32, batch_size=2, compare_dense=False, fused=True)
+    for same in (fused.masked, fused.model):
+        assert same.perplexity.perplexity == pytest.approx(report.model.perplexity.perplexity, rel=1e-4)
+    assert (fused.sparsity, fused.flip_rate) == (report.sparsity, 0.0)
 
 
 def test_tasks_and_routing_statistics_do_without_routers(model, tmp_path):

@@ -139,14 +139,13 @@ def test_fresh_lora_changes_nothing_and_merged_lora_what_unmerged_did(kind):
     torch.testing.assert_close(logits(model, ids), unmerged, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["kept", "skipped", "stream", "weights", "mlp"])
-def test_operators_and_runtime_refuse_what_they_do_not_know(kind):
+def test_operators_and_runtime_refuse_what_they_do_not_know():
     model = make("llama")
-    attach(model, **_plans(model)[kind])
-    with pytest.raises(UnsupportedModelError, match=r"masked|materialise"):
+    attach(model, **_plans(model)["mlp"])
+    with pytest.raises(UnsupportedModelError, match="masked"):
         optimize(model, backend="torch")
     assert attachment(model).engine is None
-    with pytest.raises(UnsupportedModelError, match=r"masked|materialise"):
+    with pytest.raises(UnsupportedModelError, match="masked"):
         Decoder(model, max_length=32)
 
 
