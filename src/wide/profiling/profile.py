@@ -270,6 +270,7 @@ class _Profile:
         self.name = own if wanted is None else f"routed {wanted[0]:g}/{wanted[1]:g}"
         self.skipped = measured if wanted is None else wanted
         start: dict[str, Any] = {"candidate": self.name, "skipped_prompt": measured}
+        held = torch.cuda.memory_allocated()
         executed = (1.0 - self.skipped[0], 1.0 - self.skipped[1]) if self.peer is None else (1.0, 1.0)
         began = time.perf_counter()
         with warnings.catch_warnings():
@@ -284,6 +285,8 @@ class _Profile:
                 tune=any(self.skipped),
             )
         start["optimize_s"] = now(self.job.device) - began
+        # What a static plan leaves of the matrices, which the dense peer does not need.
+        self.cut_bytes = torch.cuda.memory_allocated() - held
         before = torch.cuda.memory_allocated()
         # Masked, and already with the weights that the engine has.
         with standing_in(self.model, partial(type(self.model).forward, self.model)):
@@ -373,6 +376,7 @@ class _Profile:
             records = []
             for each in candidates if of_call else ():
                 memory = peaks[each.name] + (1 if each.name == AS_LOADED else -1) * self.weight_bytes
+                memory -= self.cut_bytes if each.model is self.peer else 0
                 runtime = "model(...)" if call == FORWARD else "generate()"
                 record = _record(what, tokens, batch, each.name, of_call, max(0, memory), runtime)
                 if each.skipped is not None:
