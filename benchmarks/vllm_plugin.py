@@ -223,7 +223,8 @@ def fill(content: dict[str, Any], rows: list[dict[str, Any]], *, commit: str, de
         aims = [name for name in ("goal", "floor") if value >= row[name]]
         of = f"{one['what'].removeprefix('vLLM: ')}: " if row["what"] == _NOTHING else ""
         note = f"{of}{one['value']:.4g} {one['unit']} against {one['dense']:.4g}, in one call; Llama-3.1-8B shapes, "
-        note += f"drawn weights; skipped in attention and FFN: {skipped['prompt']} of prompts, {skipped['new']} after"
+        shares = (" and ".join(map(str, skipped[part])) for part in ("prompt", "new"))
+        note += "drawn weights; skipped in attention and FFN: {} of prompts, {} after".format(*shares)
         row |= {"value": value, "reached": aims[0] if aims else "missed", "device": device, "date": date}
         row |= {"commit": commit, "note": note}
 
