@@ -1,5 +1,6 @@
 """Continuous batching of an optimised model gives the masked model's tokens, and skips."""
 
+import itertools
 import random
 import warnings
 from types import SimpleNamespace
@@ -314,3 +315,29 @@ def test_mixed_steps_of_prompts_and_tokens(backend, long, window, poisoned_memor
             torch.testing.assert_close(out[token].float(), wanted, atol=2e-3, rtol=1e-2)
             token += 1
     assert not out[total:].any()
+
+
+@pytest.mark.parametrize("is_last_alone", [True, False])
+@pytest.mark.parametrize("skips", [True, False])
+def test_requests_that_decode_beside_prompts_get_what_all_get_together(is_last_alone, skips, monkeypatch):
+    """Requests of one token run apart on a GPU; padded requests and tokens stand behind."""
+    for name in ("attention_decode", "attention_prefill", "reorder_sequences"):
+        operator = getattr(batching, name)
+        monkeypatch.setattr(
+            batching, name, lambda *given, operator=operator, **how: operator(*given, **how | {"backend": "torch"})
+        )
+    lengths, past = [1, 60, 1, 1 if is_last_alone else 9, 0, 0], [5, 0, 11, 2, 0, 0]
+    cu_q = torch.tensor([0, *itertools.accumulate(lengths)])
+    cu_k = torch.tensor([0, *itertools.accumulate(map(sum, zip(lengths, past, strict=True)))])
+    real, rows = int(cu_q[-1]), int(cu_q[-1]) + 5
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(rows, 4, 16, generator=draw)
+    k, v = torch.randn(2, 1, int(cu_k[-1]), 2, 16, generator=draw)
+    mask = torch.rand(rows, 2, generator=draw) < 0.5 if skips else None
+    runs = batching._read_runs(cu_q, cu_k, rows, None)
+    scores = {"scale": None, "soft_cap": None}
+    found = [
+        batching._attend_runs(q, k, v, mask, runs, scores | {"backend": backend}, zero_skipped=True)[:real]
+        for backend in ("torch", "triton")
+    ]
+    torch.testing.assert_close(found[1], found[0])

@@ -208,7 +208,13 @@ def _attend_runs(
         rest = rest & ~runs.is_alone[:, None]
     order = reorder_sequences(rest.unsqueeze(0), backend=scores["backend"])
     out = attention_prefill(q.unsqueeze(0), k, v, order, runs=runs.bounds, zero_skipped=zero_skipped, **scores)[0]
-    return out if alone is None else torch.where(runs.is_alone[:, None, None], alone.index_select(0, runs.request), out)
+    if alone is not None:
+        # Padded requests name the last token, too, and bring the same values.
+        kept = torch.where(
+            runs.is_alone[runs.last, None, None], alone[runs.request[runs.last]], out.index_select(0, runs.last)
+        )
+        out.index_copy_(0, runs.last, kept)
+    return out
 
 
 def _decode(
