@@ -17,8 +17,8 @@ from wide.kernels.native.launch import Kernel, misaligned
 from wide.kernels.tuning import bucket
 
 SOURCE = Path(__file__).with_name("gemv_int8.cu")
-MAX_ROWS, MAX_INT8_ROWS = 16, 32
-"""Rows that a product takes as they are, and in int8."""
+MAX_ROWS = 32
+"""Rows that a product takes, as they are or in int8: of more, other kernels were measured faster."""
 CHANNELS, PIECE = 16, 64
 """Weight rows of a tile, and inputs that a warp multiplies at a time, as in the source."""
 _MAX_GROUPS = 1024
@@ -58,7 +58,7 @@ def shared_out(variant: Mapping[str, int], width: int, num_sms: int) -> dict[str
         return {"WARPS": 8, "TEAMS": 1}
     tiles = width // CHANNELS if variant["GATED"] else width // CHANNELS // 2
     teams = next((teams for teams in (4, 2) if tiles % teams == 0 and tiles >= 2 * teams * num_sms), 1)
-    return {"WARPS": 16 if variant["TILES"] == 4 and tiles <= num_sms else 8, "TEAMS": teams}
+    return {"WARPS": 16 if tiles <= num_sms else 8, "TEAMS": teams}
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def gemv_mn(
     up_scale: torch.Tensor | None = None,
     rotation: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_mn_reference` of up to 16 rows, rotated."""
+    """Run `gemv_mn_reference` of few rows, rotated."""
     given: dict[str, Any] = {"up_weight": up_weight, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
     chosen = {"GATED": up_weight is not None, "ACTIVATION": ACTIVATIONS.index(activation), "ROTATES": _size(rotation)}
     return _run(x, weight, mask, scale, chosen, zero_skipped=zero_skipped and mask is not None, **given)
@@ -98,7 +98,7 @@ def gemv_k(
     scale: torch.Tensor,
     rotation: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run `gemv_k_reference` of up to 16 rows, rotated."""
+    """Run `gemv_k_reference` of few rows, rotated."""
     if mask.shape[1] > _MAX_GROUPS:
         require(f"the kernel in CUDA C++ takes up to {_MAX_GROUPS} groups, got {mask.shape[1]}")
     chosen = {"SUMS": 1, "GROUP": h.shape[1] // mask.shape[1], "ROTATES": _size(rotation)}

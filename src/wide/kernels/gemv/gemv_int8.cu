@@ -1,4 +1,4 @@
-// Products of one to 64 rows with int8 weights, for sm_80 and newer: weights go from memory to registers, and tensor cores add up.
+// Products of one to 32 rows with int8 weights, for sm_80 and newer: weights go from memory to registers, and tensor cores add up.
 //
 // A warp owns 16 channels (of gate and up 16 each; of more than 16 rows 32, since each reads all rows) and shares out the inputs with
 // others of its block, 64 at a time. A block of several such teams reads rows from memory once, the others find them in its cache. Of such a piece a lane reads 16 bytes of two weight rows, and turns them into halves, unless the rows are
@@ -7,7 +7,7 @@
 //
 // Compiled for each combination of: SUMS (groups lie along the inputs, else along the channels, or there are none); GATED; ACTIVATION 0
 // none, 1 silu, 2 gelu_tanh, 3 relu2; HAS_MASK, ZERO_SKIPPED, HAS_BIAS, HAS_UP_BIAS; FLOAT16 (else bfloat16); GROUP (channels of a group,
-// where groups lie along the inputs); TILES (of eight rows: 1, 2, 4 or 8); WARPS of a block, in TEAMS; INT8 (rows are int8 and have scales); ROTATES
+// where groups lie along the inputs); TILES (of eight rows: 1, 2 or 4); WARPS of a block, in TEAMS; INT8 (rows are int8 and have scales); ROTATES
 // (rows are multiplied by a Hadamard matrix first, in blocks of 16 or 64 channels; 0 = they are not). Parameters are described at
 // `gemv_mn` and `gemv_k` in op.py.
 typedef unsigned int u32;
@@ -166,7 +166,7 @@ struct Rotation {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 || TILES > 4 ? 1 : TILES > 1 || ROTATES ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 8 ? 1 : TILES > 1 || ROTATES ? 2 : 3)
 gemv_int8(const Element* __restrict__ x, const signed char* __restrict__ weight, const signed char* __restrict__ up_weight, const u16* __restrict__ bias,
           const u16* __restrict__ up_bias, const float* __restrict__ scale, const float* __restrict__ up_scale, const float* __restrict__ x_scale, const u8* __restrict__ mask,
           u16* __restrict__ out, int M, int N, int K, int stride_x, int stride_w, int stride_up, int stride_mask, int groups) {

@@ -4,13 +4,15 @@ from typing import Any
 
 import torch
 
-from wide.kernels.device import HOPPER_STEP, cuda_obstacle
+from wide.kernels.device import HALF, HOPPER_STEP, cuda_obstacle
 from wide.kernels.gemm_mn._cuda import CLUSTER_TILE, multiply
 from wide.kernels.gemv import _cuda as gemv
 from wide.kernels.linear_int8.op import BACKENDS, Int8Shape
 
 # Weight rows of the kernel of few rows: of a block of many, or of a gate and what it is multiplied by.
 _WIDTH = 2 * gemv.CHANNELS
+# Where the Triton kernel was measured faster than clusters.
+_THIN_ROWS, _THIN_WIDTH = 64, 8192
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -21,18 +23,19 @@ def supports(shape: Int8Shape) -> str | None:
     """Return why no device runs a shape, or None."""
     is_int8, step = shape.dtype == torch.int8, 2 * HOPPER_STEP
     if _is_small(shape) or (is_int8 and shape.width % CLUSTER_TILE[1] == 0 and shape.depth % step == 0):
-        return None
+        thin = gemv.MAX_ROWS < shape.rows <= _THIN_ROWS and shape.width < _THIN_WIDTH
+        return "so few rows and channels leave most multiprocessors without work" if thin else None
     return (
-        f"the kernels in CUDA C++ take up to {gemv.MAX_ROWS} rows in half precision and {gemv.MAX_INT8_ROWS} in int8, "
-        f"N a multiple of {_WIDTH} and K of {gemv.PIECE}, and more int8 rows, N a multiple of {CLUSTER_TILE[1]} and K "
-        f"of {step}; got {shape.rows} rows in {shape.dtype}, N={shape.width}, K={shape.depth}"
+        f"the kernels in CUDA C++ take up to {gemv.MAX_ROWS} rows, N a multiple of {_WIDTH} and K of {gemv.PIECE}, and "
+        f"more int8 rows, N a multiple of {CLUSTER_TILE[1]} and K of {step}; got {shape.rows} rows in {shape.dtype}, "
+        f"N={shape.width}, K={shape.depth}"
     )
 
 
 def _is_small(shape: Int8Shape) -> bool:
     """Return whether the kernel of few rows takes a shape: it reads weights with all multiprocessors."""
-    most = {torch.int8: gemv.MAX_INT8_ROWS, torch.float16: gemv.MAX_ROWS, torch.bfloat16: gemv.MAX_ROWS}
-    return shape.rows <= most.get(shape.dtype, 0) and shape.width % _WIDTH == 0 and shape.depth % gemv.PIECE == 0
+    fits = shape.dtype in (*HALF, torch.int8) and shape.width % _WIDTH == 0 and shape.depth % gemv.PIECE == 0
+    return fits and shape.rows <= gemv.MAX_ROWS
 
 
 @BACKENDS.register("cuda", needs=_obstacle, supports=supports)
