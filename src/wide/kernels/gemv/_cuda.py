@@ -81,10 +81,12 @@ def gemv_mn(
     scale: torch.Tensor,
     up_scale: torch.Tensor | None = None,
     rotation: torch.Tensor | None = None,
+    **int8: Any,
 ) -> torch.Tensor:
-    """Run `gemv_mn_reference` of few rows, rotated."""
-    given: dict[str, Any] = {"up_weight": up_weight, "up_scale": up_scale, "bias": bias, "up_bias": up_bias}
+    """Run `gemv_mn_reference` of few rows, rotated; of int8 ones their scales and the dtype of the result are given."""
+    given: dict[str, Any] = {"up_weight": up_weight, "up_scale": up_scale, "bias": bias, "up_bias": up_bias, **int8}
     chosen = {"GATED": up_weight is not None, "ACTIVATION": ACTIVATIONS.index(activation), "ROTATES": _size(rotation)}
+    chosen["INT8"] = x.dtype == torch.int8
     return _run(x, weight, mask, scale, chosen, zero_skipped=zero_skipped and mask is not None, **given)
 
 
@@ -103,14 +105,6 @@ def gemv_k(
         require(f"the kernel in CUDA C++ takes up to {_MAX_GROUPS} groups, got {mask.shape[1]}")
     chosen = {"SUMS": 1, "GROUP": h.shape[1] // mask.shape[1], "ROTATES": _size(rotation)}
     return _run(h, weight, mask, scale, chosen, bias=bias)
-
-
-def multiply_int8(
-    x: torch.Tensor, weight: torch.Tensor, *, scale: torch.Tensor, activation: str = "none", **given: Any
-) -> torch.Tensor:
-    """Run `linear_int8_reference` of few rows in int8; the second half of a gated FFN's weights is given apart."""
-    chosen = {"INT8": 1, "GATED": given.get("up_weight") is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
-    return _run(x, weight, None, scale, chosen, **given)
 
 
 def _size(rotation: torch.Tensor | None) -> int:

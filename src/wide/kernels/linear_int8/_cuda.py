@@ -59,7 +59,10 @@ def linear_int8(
         if bias is not None:
             options |= {"bias": bias[:half], "up_bias": bias[half:]}
         weight = weight[:half]
-    if x_scale is None:
-        return gemv.gemv_mn(x, weight, None, rotation=rotation, **options)
-    options |= {"x_scale": x_scale, "dtype": dtype}
-    return gemv.multiply_int8(x, weight, **options) if is_small else multiply(x, weight, None, **options)
+    if x_scale is not None:
+        options |= {"x_scale": x_scale, "dtype": dtype}
+    return (
+        gemv.gemv_mn(x, weight, None, rotation=rotation, **options)
+        if is_small
+        else multiply(x, weight, None, **options)
+    )
