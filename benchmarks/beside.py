@@ -92,12 +92,16 @@ def static_plan(model: Any, skipped: list[tuple[float, float]]) -> tuple[Plan, d
 
 
 def stream_plan(model: Any, share: float) -> tuple[Plan, dict[str, Tensor]]:
-    """Return a plan that leaves out this share of the residual stream's dimensions, and drawn bases."""
+    """Return a plan that leaves out this share of the residual stream's dimensions, and its tensors.
+
+    One drawn basis serves for all: with several, each sublayer would renew the stream, and rounding would decide.
+    """
     width = model.config.hidden_size
     dense = (LayerPlan(attention=Dense(), ffn=Dense()),) * _LAYERS
-    plan = Plan(dense, Stream(width=width, kept=round((1 - share) * width)))
-    drawn = {name: torch.randn(shape, device=model.device) for name, shape in plan.tensor_shapes().items()}
-    return plan, {name: torch.linalg.qr(each)[0] for name, each in drawn.items()}
+    kept = round((1 - share) * width)
+    plan = Plan(dense, Stream(width=width, kept=kept))
+    basis = torch.linalg.qr(torch.randn(width, kept, device=model.device))[0]
+    return plan, dict.fromkeys(plan.tensor_shapes(), basis)
 
 
 def prepared(base: Any, method: str, ids: Tensor) -> tuple[Any, dict[str, Any]]:

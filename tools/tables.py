@@ -1,4 +1,4 @@
-"""Tables and a picture of figures in the pages, made from records.
+"""Tables and pictures of figures in the pages, made from records.
 
 Usage: python tools/tables.py [--check]
 
@@ -8,6 +8,7 @@ targets in `docs/measurements/targets`.
 """
 
 import argparse
+import gzip
 import itertools
 import json
 import math
@@ -402,10 +403,121 @@ COLUMNS = Figure(
 )
 
 
-def draw_columns() -> None:
-    """Draw `COLUMNS` beside the other pictures of the pages."""
-    with style(), replacing(ROOT / "docs/images/columns.svg") as unfinished:
-        draw(COLUMNS, COLUMNS.table(None), None).savefig(unfinished, format="svg", metadata={"Date": None})
+# What was timed of the larger public model's rows, with the tokens of its prompt or its requests -> its name.
+_REGIMES = {
+    ("first token", 4096): "prompt 4096: first token",
+    ("token", 4096): "a token",
+    ("first token", 16384): "prompt 16384: first token",
+    ("token", 16384): "a token",
+    **{("requests", size): f"{size} request{'s' * (size > 1)}" for size in (1, 8, 32, 64)},
+}
+_BESIDE = ("dense", "wide-fitted", "wide", "tyr", "shortened-taylor")
+_TRAINED = "the same with LoRA, trained routers"
+# Of `wide profile`, whose step counts half of the new tokens.
+_KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
+Regime = tuple[str, int]
+
+
+@cache
+def speeds() -> tuple[dict[Regime, dict[str, float]], dict[Regime, float]]:
+    """Return what rows with drawn weights took, ms or tokens/s by method, and the trained checkpoint's speed-ups."""
+    drawn, *trained = _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz")
+    found: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
+    for record in drawn["records"]:
+        found[record["what"], record["size"]][record["row"]] = record["value"]
+    ratios = {}
+    for content, (kind, (what, further)) in itertools.product(trained, _KINDS.items()):
+        for record in content.get(kind, ()):
+            size = record["requests"] if what == "requests" else record["tokens"] - further
+            if record["candidate"] == "own routing" and record["what"] != "prefill":
+                ratios[what, size] = record["speedup"]
+    return found, ratios
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _rated(method: str, *, lora: bool = False) -> tuple[Selection, Any]:
+    """Return the records of a row of the larger public model, and its stage."""
+    run = next(run for run, name, recovered in _LARGER_ROWS.values() if (name, recovered) == (method, lora))
+    stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=lora)
+    return study("qwen2.5-coder-1.5b")[run], stage
+
+
+def _faster(regime: Regime, method: str) -> float:
+    timed = speeds()[0][regime]
+    ratio = timed[method] / timed["dense"]
+    return ratio if regime[0] == "requests" else 1 / ratio
+
+
+def beside() -> Table:
+    """Return quality beside speed of the larger public model's rows: the dense one's times, and speed-ups over it."""
+    timed, trained = speeds()
+    rows = []
+    for method in _BESIDE:
+        dense = [timed[regime]["dense"] for regime in _REGIMES]
+        cells = [f"{value:,.0f} tokens/s" if value > 200 else f"{value:.3g} ms" for value in dense]
+        if method != "dense":
+            cells = [f"{_faster(regime, method):.2f}x" for regime in _REGIMES]
+        rows.append((_METHODS[method], *_scores(*_rated(method)), *cells))
+        if method == "wide-fitted":
+            cells = [f"{trained[regime]:.2f}x" for regime in _REGIMES]
+            rows.append((_TRAINED, *_scores(*_rated(method, lora=True)), *cells))
+    return Table(header=("", "word perplexity", "accuracy, %", *_REGIMES.values()), rows=tuple(rows))
+
+
+def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
+    """Return accuracy and perplexity of each row by how much faster than the dense model it is in these regimes."""
+    rows, trained = [], speeds()[1]
+    for metric, name, scale in (("accuracy.average", "accuracy, %", 100), ("word_perplexity", "perplexity", 1)):
+        for regime, title in regimes.items():
+            places = [(method, False, _METHODS[method], _faster(regime, method)) for method in _BESIDE]
+            places.insert(2, ("wide-fitted", True, _TRAINED, trained[regime]))
+            for method, lora, row, speed in places:
+                records, stage = _rated(method, lora=lora)
+                height = scale * (records.number(stage, metric) or math.nan)
+                drawn = {"panel": f"{name}: {title}", "row": row.replace("`", "")}
+                rows.append(drawn | {"speed-up": speed, "height": height})
+    return rows
+
+
+def _beside(name: str, regimes: dict[Regime, str]) -> Figure:
+    return Figure(
+        name=name,
+        title="Quality beside speed",
+        rows=lambda _: beside_drawn(regimes),
+        x="speed-up",
+        y="height",
+        by="row",
+        panel="panel",
+        x_label="measured speed-up over the dense model in the same engine",
+        log="wide",
+        columns=len(regimes),
+        height=2.4,
+    )
+
+
+FIGURES = (
+    COLUMNS,
+    _beside(
+        "beside-one",
+        {
+            (what, size): f"{'prompt' if what == 'first token' else 'token'} {size}"
+            for size in (4096, 16384)
+            for what in ("first token", "token")
+        },
+    ),
+    _beside("beside-many", {("requests", size): f"{size} at once" for size in (1, 8, 32, 64)}),
+)
+
+
+def draw_figures() -> None:
+    """Draw `FIGURES` beside the other pictures of the pages."""
+    for figure in FIGURES:
+        with style(), replacing(ROOT / f"docs/images/{figure.name}.svg") as unfinished:
+            draw(figure, figure.table(None), None).savefig(unfinished, format="svg", metadata={"Date": None})
 
 
 _LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++", "tilelang": "TileLang", "cute": "CuTe"}
@@ -447,6 +559,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-real-short": real_short,
     "quality-real-larger": real_larger,
     "quality-real-columns": real_columns,
+    "quality-speed": beside,
     "eight-bits-real": eight_bits,
     "speed": speed,
     "columns": columns,
@@ -490,7 +603,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.check:
             page.write_text(new, encoding="utf-8")
     if not options.check:
-        draw_columns()
+        draw_figures()
     return 1 if options.check and stale else 0
 
 
