@@ -223,25 +223,16 @@ def _rotated(candidates: Sequence[Candidate], turn: int) -> list[Candidate]:
 
 
 def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) -> dict[str, float]:
-    """Return what `generate_batch`'s engine makes of so many requests at once, once its graphs are captured.
-
-    Returns:
-        Tokens/s of a whole batch, prompts included; milliseconds of a decoding step, the difference of a long batch
-        and a short one.
-    """
+    """Return the tokens/s of a whole batch in `generate_batch`'s engine, prompts included, once graphs are captured."""
     vocabulary = candidate.model.config.vocab_size
-    # As many tokens as there are steps with prompts in them, so that both batches take the same such steps.
+    # As many tokens as there are steps with prompts in them; the second such batch still captures some graphs.
     short = max(1, min(new - 1, -(-requests * prompt // _TOKENS_A_STEP) + 8))
     generator = torch.Generator().manual_seed(requests)
-    seconds = {}
     with candidate.within(), _batching(candidate.model, requests, prompt, new) as manager:
-        for is_timed, count in ((False, short), (True, short), (True, new)):
+        for count in (short, short, new):
             prompts = torch.randint(3, vocabulary, (requests, prompt), generator=generator).tolist()
-            found = _batch(manager, prompts, count)[0]
-            if is_timed:
-                seconds[count] = found
-    step = (seconds[new] - seconds[short]) / (new - short)
-    return {"tokens_per_s": requests * new / seconds[new], "step_ms": step * 1e3}
+            seconds = _batch(manager, prompts, count)[0]
+    return {"tokens_per_s": requests * new / seconds}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ endtoend.json is written after every shape. Beside the facts of the run it holds
   (tenth and ninetieth percentiles), num_samples, speedup (over 'dense'), speedup_as_loaded, skipped (wanted; of an
   adapter measured), skipped_measured, runtime (the call) and peak_memory_bytes (weights, caches and what is computed,
   of that model alone).
-- batched, batched_gate: requests at once, prompt, generate, candidate, tokens_per_s, step_ms, and both speed-ups.
+- batched, batched_gate: requests at once, prompt, generate, candidate, tokens_per_s, and both speed-ups.
 - finished: true, once all is timed.
 
 Candidates are interleaved and times are medians; in `generate_batch` sessions of one candidate each take turns, so that
@@ -200,7 +200,7 @@ def _line(record: Record) -> str:
     over += [f"x{record['speedup_as_loaded']:.2f} as loaded"] if record.get("speedup_as_loaded") else []
     name = f"{record['candidate']:16s}"
     if "tokens_per_s" in record:
-        figures = f"{record['tokens_per_s']:9.1f} tokens/s {record['step_ms']:8.3f} ms a step"
+        figures = f"{record['tokens_per_s']:9.1f} tokens/s"
         return f"generate_batch {record['requests']:4d} requests {name} {figures}  {', '.join(over)}"
     spread = f"[{record['low_us'] * _MILLI:.3f}-{record['high_us'] * _MILLI:.3f}]"
     figures = f"{record['median_us'] * _MILLI:10.3f} ms {spread:20s}"

@@ -140,7 +140,9 @@ def _forward(record: Row, head: Row) -> Row:
     and as transformers runs it.
     """
     if record["what"] == "generate_batch":
-        step = {"tokens": record["prompt"], "batch": record["requests"], "median_us": 1e3 * record["step_ms"]}
+        # The time in which each request gets a token, prompts included.
+        time = 1e6 * record["requests"] / _positive(record, "tokens_per_s")
+        step = {"tokens": record["prompt"], "batch": record["requests"], "median_us": time}
         record = {**record, **step}
     return {
         **{name: str(head.get(name) or "") for name in ("device", "model", "adapter", "checkpoint", "method")},
