@@ -1,5 +1,7 @@
 """Static plans through the engine: what is left of the matrices gives the masked model's logits and tokens."""
 
+import warnings
+
 import pytest
 import torch
 from families import DISTINCT, STRAIGHT, make, stirred, tokens
@@ -7,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from wide.config import WideConfig
-from wide.errors import UnsupportedModelError
+from wide.errors import ConfigError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.inference import optimize as optimize_module
 from wide.inference.engine import batching
@@ -141,6 +143,10 @@ def test_changes_and_the_dense_model_are_followed():
 def test_what_the_engine_does_not_run_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="weights='int8' is for routers"):
         optimize(pruned("width"), backend="torch", weights="int8")
+    with pytest.raises(ConfigError, match="unknown weights 'int9'"):
+        optimize(pruned("width"), weights="int9")
+    with pytest.raises(ConfigError, match="a sample tells what routers execute, and this plan has none"):
+        optimize(pruned("width"), sample=tokens(1, 4))
     with pytest.raises(UnsupportedModelError, match="cut already"):
         optimize(materialise(pruned("width")))
     model = make("llama")
@@ -157,7 +163,10 @@ def test_what_the_engine_does_not_run_is_refused_by_name():
 
 def test_sizes_are_padded_with_zeros():
     model = pruned("width")
-    ffn = attachment(optimize(model, backend="torch")).engine.decoder.layers[1].ffn
+    with warnings.catch_warnings():
+        # Words of routers, GPUs and what pays would be wrong here.
+        warnings.simplefilter("error")
+        ffn = attachment(optimize(model)).engine.decoder.layers[1].ffn
     kept = int((attachment(model).static_gates()[1].scale != 0).sum())
     assert 64 < kept < 128
     assert not ffn.down.weight[:, kept:].any()

@@ -97,7 +97,6 @@ def optimize(
             "wide.load(base, adapter), and optimise that"
         )
     state = attachment(model)
-    require_readable(state.plan, is_replaced=state.replaced is not None, weights=weights)
     if backend not in _BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; choose one of {list(_BACKENDS)}")
     if weights not in WEIGHTS:
@@ -106,6 +105,7 @@ def optimize(
     shares = executed if isinstance(executed, Sequence) else ()
     if len(shares) != 2 or not all(isinstance(share, Real) and 0 < share <= 1 for share in shares):
         raise ConfigError(f"executed must be two shares in (0, 1] like (0.34, 0.7), got {executed!r}")
+    require_readable(state.plan, is_replaced=state.replaced is not None, weights=weights)
     if state.engine is not None:
         raise NotAttachedError("this model is optimised already; call wide.deoptimize(model) first")
     if model.training:
@@ -119,6 +119,8 @@ def optimize(
             f"a sample tells backend='auto' which operators to take, got backend={backend!r} and table={table}; "
             "leave it out, or the backend and the table"
         )
+    if sample is not None and not state.plan.is_routed:
+        raise ConfigError("a sample tells what routers execute, and this plan has none; leave it out")
     for spec in state.specs:
         require_plain(spec)
     layers = tuned_layers(state.specs, state.plan, weights)
@@ -202,6 +204,8 @@ def _require_measurements(
     Args:
         command: What measures these shapes, for the message that names it; None = they are measured now.
     """
+    if not any(layer.attention or layer.ffn for layer in layers):
+        return
     if device.type != "cuda":
         warnings.warn(
             f"wide: operators that skip need a GPU, not {device.type}: reference operators run, which are right, and "
@@ -213,8 +217,6 @@ def _require_measurements(
     reason = obstacle(device, dtype)
     if reason is not None:
         warnings.warn(f"{start} than without pruning: {reason}. Convert the model, or take another", stacklevel=3)
-        return
-    if not any(layer.attention or layer.ffn for layer in layers):
         return
     if is_measured(device, [layer.sizes for layer in layers], executed=executed):
         return
