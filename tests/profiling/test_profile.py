@@ -348,10 +348,11 @@ def test_a_static_adapter_runs_in_the_same_engine(wrong, monkeypatch, tiny_model
         monkeypatch.setattr(profile, "reference", other)
     named = {"shape": None, "model": str(tiny_model_folder), "adapter": str(tmp_path / "run" / "adapter")}
     options = {"ffn_group_size": None, "generate": 3, "batched": "1", "batched_generate": 4, "batch": "1,2"}
+    options["weights"] = "w8a8"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="wide:")
         green, found, _ = _profiled(tmp_path / "run" / "profile", **named, **options)
-    assert (green, found["gate"]["green"]) == (not wrong, not wrong)
+    assert (green, found["gate"]["green"], found["weights"]) == (not wrong, not wrong, "model")
     if wrong:
         assert found["records"] == []
         return

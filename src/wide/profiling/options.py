@@ -36,8 +36,8 @@ class ProfileOptions:
             everything executes. Adapters stay as they are.
         ffn_group_size: Channels in a group of the FFN, where routers are random; null means 128. Not with an adapter or
             a comparison.
-        weights: Format of the linear layers' weights in the engine, pruned and dense: 'model', 'int8' or 'w8a8'. Of no
-            matter to static plans.
+        weights: Format of the linear layers' weights in the engine, pruned and dense: 'model', 'int8' or 'w8a8'; always
+            'model' where a plan is static.
         quick: Fewer samples.
         description: What this profile is for, in a sentence.
     """

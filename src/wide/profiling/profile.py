@@ -239,6 +239,7 @@ class _Profile:
         # In the same engine: a static plan's has cut matrices alone. Parameters are those of the model as loaded.
         self.peer: Any = None
         if not attachment(self.model).plan.is_routed:
+            self.report.content["weights"] = "model"
             self.peer = copy.deepcopy(self.dense, {id(each): each for each in self.dense.parameters()})
             plan = plan_of(attachment(self.model).specs, lambda *_: Dense())
             optimize(attach(self.peer, plan), backend=job.backend)
@@ -280,7 +281,7 @@ class _Profile:
             optimize(
                 self.model,
                 backend=self.job.backend,
-                weights=self.options.weights if self.peer is None else "model",
+                weights=self.report.content["weights"],
                 executed=executed,
                 tune=any(self.skipped),
             )
@@ -294,7 +295,7 @@ class _Profile:
                 self.model,
                 self.prompt,
                 trained=self.options.adapter is not None,
-                by_layer=self.options.weights == "w8a8",
+                by_layer=self.report.content["weights"] == "w8a8",
             )
         held = torch.cuda.memory_allocated() - before
         torch.cuda.empty_cache()
