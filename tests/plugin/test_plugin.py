@@ -60,6 +60,7 @@ def test_the_entry_point_is_found_and_never_raises(caplog, monkeypatch):
         ("0.26.1+cu130", True, True),
         ("0.32.0", True, True),
         ("dev", True, True),
+        ("0.1.dev1+g2f4a1b", True, True),
         ("0.29.0", False, True),
         ("0.25.2", False, False),
         ("0.33.0", False, False),

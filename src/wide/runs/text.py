@@ -77,7 +77,7 @@ def install_operators(model: Any, options: InferenceOptions) -> str:
     if not is_attached(model):
         masked = "dense: there are no routers, so nothing is skipped"
     elif backend == "none" or (backend == "auto" and model.device.type != "cuda"):
-        why = "--backend none" if backend == "none" else f"the engine is for GPUs, and this is {model.device}"
+        why = "--backend none" if backend == "none" else f"the kernels need a GPU, not {model.device}"
         masked = f"masked, so no faster than dense: {why}"
     if masked and weights != "model":
         raise ConfigError(f"--weights {weights} is for models that run optimised, and this one is {masked}")

@@ -55,7 +55,8 @@ def version_obstacle(version: str) -> tuple[str, bool]:
     Versions between the tested ones are, and so are development builds without a number.
     """
     numbers = version.split(".")[:2]
-    if not all(number.isdigit() for number in numbers) or numbers == ["0", "0"]:
+    # A clone without tags calls itself 0.1.dev1.
+    if not all(number.isdigit() for number in numbers) or numbers in (["0", "0"], ["0", "1"]):
         return "", True
     found = tuple(int(number) for number in numbers)
     if found in TESTED:
