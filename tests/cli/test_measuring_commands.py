@@ -49,6 +49,7 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--output", "o", "--sparsities", "0.5/1"], 1, "0.66/0.285"),
         (["profile", "--output", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--output", "o", "--generate", "1"], 1, "at least 2"),
+        (["profile", "--output", "o", "--layers", "0"], 1, "layers must be at least 1"),
         (["tune"], 2, "model"),
         (["tune", "--model", "m", "--rows", "0"], 1, "positive numbers"),
         (["tune", "--model", "m", "--executed", "0.5"], 1, "two shares"),

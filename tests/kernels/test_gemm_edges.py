@@ -13,7 +13,7 @@ from wide.kernels.gemm_k._triton import KTile
 from wide.kernels.gemm_mn import gemm_mn
 from wide.kernels.gemm_mn._triton import MnTile
 from wide.kernels.gemv import gemv_k, gemv_mn
-from wide.kernels.linear_int8 import quantise_int8
+from wide.kernels.linear_int8 import linear_int8, quantise_int8
 from wide.kernels.reorder import reorder, reorder_patterns
 
 pytestmark = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
@@ -113,6 +113,9 @@ def test_int8_weights_go_with_scales() -> None:
     for given, factor in ((eight, None), (weight, scale)):
         with pytest.raises(ShapeError, match="int8 weights go with scales"):
             gemv_mn(x, given, mask, scale=factor, backend="triton")
+    for gate, rows in (("swish", 32), ("silu", 31)):
+        with pytest.raises(ShapeError, match=f"halves N, got '{gate}' and N={rows}"):
+            linear_int8(x, eight[:rows], scale[:rows], gate=gate, backend="torch")
 
 
 @pytest.mark.parametrize("weights_by", [0, 1, 2])

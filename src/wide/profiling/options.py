@@ -72,6 +72,8 @@ class ProfileOptions:
                     f"{name} must be at least 2, since a step is what a token beyond the first takes, got "
                     f"{getattr(self, name)}"
                 )
+        if self.layers is not None and self.layers < 1:
+            raise ConfigError(f"layers must be at least 1, got {self.layers}")
         if not self.calls_timed or not set(self.calls_timed) <= set(CALLS):
             raise ConfigError(f"calls are {' and '.join(CALLS)}, separated by commas, got {self.calls!r}")
         try:

@@ -7,6 +7,7 @@ import torch
 from wide.errors import ShapeError
 from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.gemm_mn.op import finish_dense
+from wide.kernels.gemm_mn.reference import ACTIVATIONS
 from wide.kernels.int8 import int8_options, turned
 from wide.kernels.linear_int8.reference import (
     expand_int8_reference,
@@ -86,6 +87,8 @@ def linear_int8(
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"linear_int8 wants x [M, K] with last stride 1, got {tuple(x.shape)}, strides {x.stride()}")
     width = weight.shape[0]
+    if gate is not None and (gate not in ACTIVATIONS or width % 2):
+        raise ShapeError(f"linear_int8: gate is one of {list(ACTIVATIONS)} and halves N, got {gate!r} and N={width}")
     check_tensor("linear_int8", "weight", weight, torch.int8, (width, x.shape[1]), "last stride 1")
     check_tensor("linear_int8", "scale", scale, torch.float32, (width,))
     check_tensor("linear_int8", "bias", bias, dtype or x.dtype, (width,))
