@@ -43,39 +43,31 @@ static uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t select) {
   return found;
 }
 // As PTX lays out fragments of m16n8k16: of lane 4 g + t, a0 and a2 are row g, a1 and a3 row g + 8; a0, a1, b0 are places 2 t and + 1 of
-// the 16, a2, a3, b1 the same + 8; b's column is g; d[0], d[1] are row g, columns 2 t and + 1, the others row g + 8.
-static void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+// the 16, a2, a3, b1 the same + 8; b's column is g; d[0], d[1] are row g, columns 2 t and + 1, the others row g + 8. Bytes in place of
+// halves make it m16n8k32. `value(word, place)` is one of the EACH that a word holds.
+template <int EACH, class T, class Value>
+static void multiply_fragments(T (&d)[4], const uint32_t (&own)[6], Value value) {
   static uint32_t given[32][32][6];
   const int lane = threadIdx.x % 32;
   auto& warp = given[fiber / 32];
-  const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
   __syncwarp();
   memcpy(warp[lane], own, sizeof own);
   __syncwarp();
-  const auto half = [&](int of, int word, int place) { return as_float(uint16_t(warp[of][word] >> 16 * (place & 1))); };
+  const auto at = [&](int of, int word, int place) { return value(warp[of][word], place % EACH); };
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 16; ++k)
-      d[i] += half(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k) * half(column * 4 + k % 8 / 2, 4 + k / 8, k);
+    for (int k = 0; k < 8 * EACH; ++k) {
+      const int of = k % (4 * EACH) / EACH, half = k / (4 * EACH);
+      d[i] += at(row % 8 * 4 + of, row / 8 + half * 2, k) * at(column * 4 + of, 4 + half, k);
+    }
   }
   __syncwarp();
 }
-// As PTX lays out fragments of m16n8k32: the same with four bytes in place of two halves.
+static void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  multiply_fragments<2>(d, {a0, a1, a2, a3, b0, b1}, [](uint32_t word, int place) { return as_float(uint16_t(word >> 16 * place)); });
+}
 static void multiply(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  static uint32_t given[32][32][6];
-  const int lane = threadIdx.x % 32;
-  auto& warp = given[fiber / 32];
-  const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
-  __syncwarp();
-  memcpy(warp[lane], own, sizeof own);
-  __syncwarp();
-  const auto byte = [&](int of, int word, int place) { return int(int8_t(warp[of][word] >> 8 * (place & 3))); };
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    for (int k = 0; k < 32; ++k)
-      d[i] += byte(row % 8 * 4 + k % 16 / 4, row / 8 + k / 16 * 2, k) * byte(column * 4 + k % 16 / 4, 4 + k / 16, k);
-  }
-  __syncwarp();
+  multiply_fragments<4>(d, {a0, a1, a2, a3, b0, b1}, [](uint32_t word, int place) { return int(int8_t(word >> 8 * place)); });
 }
 struct Words {
   unsigned of[4];
