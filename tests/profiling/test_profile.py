@@ -351,7 +351,8 @@ def test_a_static_adapter_runs_in_the_same_engine(wrong, monkeypatch, tiny_model
     options["weights"] = "w8a8"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="wide:")
-        green, found, _ = _profiled(tmp_path / "run" / "profile", **named, **options)
+        green, found, said = _profiled(tmp_path / "run" / "profile", **named, **options)
+    assert "a static plan runs in the model's dtype, not in w8a8" in said
     assert (green, found["gate"]["green"], found["weights"]) == (not wrong, not wrong, "model")
     if wrong:
         assert found["records"] == []

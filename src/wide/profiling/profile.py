@@ -239,6 +239,8 @@ class _Profile:
         # In the same engine: a static plan's has cut matrices alone. Parameters are those of the model as loaded.
         self.peer: Any = None
         if not attachment(self.model).plan.is_routed:
+            if job.options.weights != "model":
+                report.say(f"a static plan runs in the model's dtype, not in {job.options.weights}")
             self.report.content["weights"] = "model"
             self.peer = copy.deepcopy(self.dense, {id(each): each for each in self.dense.parameters()})
             plan = plan_of(attachment(self.model).specs, lambda *_: Dense())
