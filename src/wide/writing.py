@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from wide.errors import ConfigError
+
 _SUFFIX = ".writing"
 
 
@@ -42,6 +44,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
     A folder that is there is replaced; a crash between the two renames leaves it whole as .NAME.*.earlier beside it. A
     full disk is an OSError, whatever the library that writes makes of that.
     """
+    if target.resolve() == Path.cwd():
+        raise ConfigError(
+            f"{str(target)!r} is the folder that this process runs in and cannot be replaced; name another"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     earlier = temporary.with_name(f"{temporary.name}.earlier")

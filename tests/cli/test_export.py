@@ -101,6 +101,18 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tiny_model_folder
     assert load(base(tiny_model_folder), tmp_path / "adapter") is not None
 
 
+@pytest.mark.parametrize("name", ["", ".", "../here"])
+def test_the_folder_that_a_process_runs_in_is_not_replaced(name, tiny_model_folder, tmp_path, capsys, monkeypatch):
+    adapter_of(tiny_model_folder, tmp_path / "adapter", "depth")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert (
+        main(["export", f"--model={tiny_model_folder}", f"--adapter={tmp_path / 'adapter'}", f"--output={name}"]) == 1
+    )
+    assert "cannot be replaced; name another" in capsys.readouterr().err
+    assert not [*(tmp_path / "here").iterdir()]
+
+
 @pytest.mark.parametrize(("what", "limit"), [("adapter", 2048), ("checkpoint", 8192)])
 def test_a_disk_that_is_full_is_said_in_words(what, limit, tiny_model_folder, tmp_path, capsys):
     # A file that may not grow, as on a full disk, which safetensors reports in an error of its own.

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import datasets  # noqa: F401  an import that is stopped is broken for the next case
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from wide.cli.inspect import describe_adapter
@@ -327,7 +328,13 @@ def limited():
     # Of the processor's time, so that a busy machine decides nothing.
     fired = []
 
-    def alarm(*_):
+    def alarm(_, frame):
+        # Whoever enters or leaves a context, or imports, would leave it half done for all that comes after.
+        while frame is not None:
+            if frame.f_code.co_name in ("__enter__", "__exit__") or "importlib" in frame.f_code.co_filename:
+                signal.setitimer(signal.ITIMER_PROF, 0.001)
+                return
+            frame = frame.f_back
         fired.append(True)
         raise AtWork
 
@@ -376,6 +383,7 @@ def run_case(number, places, folder):
     else:
         words, file = changed_file(draw, places, here)
     end, text = end_of(words)
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (True, torch.float32), words
     shutil.rmtree(here, ignore_errors=True)
     changed = f"flags of {words[0]}" if file is None else f"files: {file.relative_to(here).parts[0]}"
     return changed, end, f"case {number}, {end}, {' '.join(words)}, {file and file.name}: {text[-600:]}"
@@ -410,7 +418,7 @@ def test_what_does_not_work_is_refused_in_words(first, places, tmp_path, monkeyp
     found = [run_case(number, places, tmp_path) for number in numbers]
     for (changed, end), count in sorted(Counter(case[:2] for case in found).items()):
         print(f"{changed:<24}{end:<12}{count:>5}")
-    assert contents(places) == before
+    assert before.items() <= contents(places).items()
     wrong = [words for _, end, words in found if end not in ("done", "at work", "refused")]
     assert not wrong, f"{len(wrong)} cases:\n" + "\n\n".join(wrong)
 
