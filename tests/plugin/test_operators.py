@@ -105,8 +105,9 @@ def test_rows_are_no_padding_where_vllm_does_not_keep_its_marks(table, monkeypat
 
 
 @pytest.fixture
-def layer():
-    """Return vLLM's implementation of attention under a table that skips, without a GPU."""
+def layer(monkeypatch):
+    """Return vLLM's implementation of attention under a table that skips, however short prompts are, without a GPU."""
+    monkeypatch.setattr(pages, "_FEW_KEYS", 0)
     found = object.__new__(_Implementation)
     found.table, found.head_size, found.scale = (lambda: OperatorTable.fixed("triton")), DIM, DIM**-0.5
     found.most_tokens = 64
@@ -217,6 +218,7 @@ def test_requests_run_nothing_that_was_not_run_before(layer, form, monkeypatch):
     for name in ("attention_decode", "attention_prefill", "reorder_sequences", "clear_skipped"):
         run = getattr(pages, name)
         monkeypatch.setattr(pages, name, lambda *a, run=run, **k: run(*a, **k | {"backend": "torch"}))
+    monkeypatch.setattr(pages, "_FEW_KEYS", 300)
     layer.sliding_window, width = (-1, -1), HEADS * DIM
 
     def linear(*shape):
@@ -289,6 +291,24 @@ def test_layers_with_other_windows_do_not_share_a_step(layer):
         layer.sliding_window = (window, -1 if window < 0 else 0)
         found.append(layer._step(torch.empty(9, KV_HEADS, 16, 2 * DIM), torch.empty(600, 2), known).prompts["runs"])
     assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("queries", "cached", "skips"),
+    [
+        ([1100], [0], False),
+        ([1, 1, 700, 300], [900, 9, 600, 0], False),
+        ([600], [1500], True),
+        ([1, 600], [2048, 0], True),
+        ([700, 700, 700], [0, 0, 0], True),
+        ([1, 1], [9, 90], True),
+    ],
+)
+def test_prompts_skip_attention_where_they_are_long_enough_to_hide_launches(monkeypatch, layer, queries, cached, skips):
+    monkeypatch.setattr(pages, "_FEW_KEYS", 2048)
+    layer.sliding_window, lengths = (-1, -1), [new + old for new, old in zip(queries, cached, strict=True)]
+    known, kv = metadata(lengths, queries, torch.zeros(4, 40).int()), torch.empty(9, 16, KV_HEADS, 2 * DIM)
+    assert (layer._step(kv.transpose(1, 2), torch.empty(sum(queries), 2), known) is not None) == skips
 
 
 def test_steps_are_split_where_prompts_begin():

@@ -31,6 +31,9 @@ _PAGE = 64
 _MAX_PAIRS = 16384
 # Bytes of keys and values that a step gathers at most: vLLM does not count them.
 _MOST_GATHERED = 1 << 29
+# Rows and keys of steps with prompts that FlashAttention runs alone. No graph holds a prompt's attention, and to launch
+# a sort and what skips takes the host longer than a GPU saves by it.
+_FEW_KEYS = 2048
 
 
 def skips_in(attention: Any, table: Callable[[], OperatorTable]) -> bool:
@@ -159,15 +162,17 @@ class _Implementation(FlashAttentionImpl):
     def warm(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
         """Run steps of so many rows [M, H, d]: prompts, with and without cached keys and single tokens, and tokens."""
         rows, page = len(q), torch.zeros(1, _PAGE, k.shape[1], 2 * self.head_size, dtype=k.dtype, device=k.device)
-        steps: list[tuple[list[int], int]] = [([rows], 0), ([rows], 16)]
+        steps: list[tuple[list[int], int]] = [([rows], 0), ([rows], _FEW_KEYS)]
         # Masks of what comes behind a token are not aligned.
-        steps += [([1, rows - 1], more) for more in (0, 16) if rows > 2]
+        steps += [([1, rows - 1], more) for more in (0, _FEW_KEYS) if rows > 2]
         steps += [([1] * rows, 16)] if rows <= self.most_tokens else []
         for queries, cached in steps:
             counts, ahead = torch.tensor(queries), int((torch.tensor(queries) != 1).long().argmax())
             ahead = rows if max(queries) == 1 else ahead
             # All keys lie on one page, which the whole table names.
             lengths = (counts + cached).int()
+            # Behind a long request, short prompts skip, too.
+            lengths[:ahead] += _FEW_KEYS
             known = SimpleNamespace(num_actual_tokens=rows, ahead=ahead, max_query_len=max(queries), shared=None)
             known.keys = int(lengths[ahead:].sum()) if cached else 0
             known.max_seq_len, known.seq_lens = int(lengths.max()), lengths.to(q.device)
@@ -211,7 +216,8 @@ class _Implementation(FlashAttentionImpl):
     def _skips(self, kv_cache: Tensor, groups: int, metadata: Any) -> bool:
         """Return whether the kernels take a step, and win by it."""
         rows, ahead = metadata.num_actual_tokens, metadata.ahead
-        if ahead < rows and self.table().how("attention", metadata.max_query_len) == "dense":
+        is_short = max(rows, metadata.max_seq_len) <= _FEW_KEYS
+        if ahead < rows and (is_short or self.table().how("attention", metadata.max_query_len) == "dense"):
             return False
         if ahead == 0 and not metadata.keys:
             return True
