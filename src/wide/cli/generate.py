@@ -14,7 +14,7 @@ class PromptOptions:
     """What is continued.
 
     Args:
-        prompt: The beginning of the text; with --chat a message, where null reads messages until the input ends.
+        prompt: The beginning of the text, or with --chat a message; null with --chat reads messages until input ends.
         system: With --chat, what the model is told before the first message.
     """
 
@@ -32,7 +32,7 @@ def arguments() -> Arguments:
     )
     flags.add_fields(InferenceOptions)
     flags.add_fields(PromptOptions)
-    flags.add_switch("chat", "Take the prompt for a message, by the tokenizer's template, and answer it.")
+    flags.add_switch("chat", "Treat the prompt as a chat message, by the tokenizer's template, and answer it.")
     flags.add_fields(GenerationOptions)
     return flags
 

@@ -26,7 +26,7 @@ class TuneOptions:
         attention_group_size: Channels in a group of the attention; null means the queries of a KV head. Not with an
             adapter.
         rows: Numbers of tokens of a prompt, separated by commas; steps of one to four rows are measured before them.
-            What pays at some number counts for all larger ones.
+            The choice for one number holds up to the next larger one.
         executed: Expected shares of (token, group) pairs that execute, 'attention,FFN'; give `wide.optimize` the same.
         output: The table to add to; null means the one that `wide.optimize` reads ($WIDE_CACHE, or the user's cache).
         weights: Their format; with 'int8' prompts multiply as with 'model'.

@@ -133,7 +133,7 @@ class DenseConfig:
 @method(
     "shortened-ppl",
     kind="depth",
-    summary="leave out the layers without which, each alone, the perplexity is lowest",
+    summary="leave out the layers whose removal, each alone, raises perplexity least",
     source="Kim et al., Shortened LLaMA: Depth Pruning for Large Language Models, 2024",
     code="shortened:decide_by_perplexity",
 )
@@ -203,7 +203,7 @@ class CoopPrunerConfig(Calibrated):
 @method(
     "blockpruner",
     kind="depth",
-    summary="leave out attention and FFN sublayers one by one, each time the one the perplexity misses least",
+    summary="leave out attention and FFN sublayers one by one, each time the one that raises perplexity least",
     source="Zhong et al., BlockPruner: Fine-grained Pruning for Large Language Models, 2024",
 )
 class BlockPrunerConfig(Calibrated):

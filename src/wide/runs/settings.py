@@ -58,12 +58,12 @@ class RunOptions(ModelOptions):
         max_documents: Train on only so many documents, the first ones; null means all.
         cache: Folder where packed tokens are built once, kept and memory-mapped; null packs them into memory.
         report: Draw report.html and figures (needs matplotlib).
-        tensorboard: Write the curves of training for TensorBoard, too, into OUTPUT/tensorboard; null writes them where
-            tensorboard is installed.
-        tracker: Keep the curves with a service, too: wandb or trackio, each configured by its own means (for example
-            WANDB_MODE=offline); null keeps them here.
-        parallel: How the processes that torchrun started hold the base: 'replicate' each the whole, 'fsdp' each a
-            share, 'auto' the whole where it and the activations fit the smallest GPU.
+        tensorboard: Also write the curves of training to OUTPUT/tensorboard; null writes them if tensorboard is
+            installed.
+        tracker: Also send the curves to a service, wandb or trackio, each configured in its own way (for example
+            WANDB_MODE=offline); null sends nothing.
+        parallel: What each process that torchrun started holds of the base: 'replicate' all of it, 'fsdp' a share,
+            'auto' all of it if base and activations fit the smallest GPU.
     """
 
     data: str
@@ -101,9 +101,9 @@ class EvalOptions(Checked):
     """The evaluation on held-out text.
 
     Args:
-        data: Source of held-out text, named as a training source is; where a run trains, null means the held-out
-            documents of its training source, which are then not trained on: the test or validation split of a data set
-            that has one, else one document in ten, and of few documents the last tenth of each.
+        data: Held-out text, written like a training source. Null after training means what the run held out of its
+            training source: the test or validation split if there is one, otherwise one document in ten, or the last
+            tenth of each of a few documents.
         split: Split of that source; null means 'heldout' of 'python-docs' and of a mixture, 'test' of a Hugging Face
             data set, and all documents of files.
         tokens: How many tokens to score; 0 switches the evaluation off, null scores all.
@@ -201,10 +201,10 @@ class InferenceOptions(AdapterOptions):
     """A model that generates text.
 
     Args:
-        backend: 'auto' installs operators that skip where there is a GPU, if the model can run them; 'triton' and
-            'torch' (the reference, slow) insist on them; 'none' leaves the masks.
+        backend: 'auto' runs `wide.optimize` if there is a GPU and the engine takes the model; 'triton' and 'torch'
+            (the reference, slow) name the operators and raise errors instead; 'none' runs masked.
         weights: Format of the linear layers' weights under the operators; 'int8' is made of the model's own;
-            'w8a8' also rounds what long prompts multiply.
+            'w8a8' also quantises the inputs of products with more than 16 tokens.
     """
 
     backend: Literal["auto", "triton", "torch", "none"] = "auto"
@@ -274,8 +274,8 @@ class LoraOptions(Checked):
 
     Args:
         steps: Optimiser steps of stage 2; 0 leaves stage 2 out.
-        dense_baseline: Train the same LoRA on the dense model, too, and evaluate it: what LoRA learns of the text is
-            then on both sides of the comparison.
+        dense_baseline: Also train the same LoRA on the dense model and evaluate it, so that what LoRA learns of the
+            text is on both sides of the comparison.
     """
 
     steps: Annotated[int, Between(0, hint="0 leaves LoRA out")] = 0
