@@ -28,7 +28,7 @@ test-all: $(READY)  ## the slow ones too
 	$(PYTEST) --slow
 
 # vLLM without a GPU is a third party's build, which pins torch: each version gets an environment of its own, such as
-# make test-vllm VLLM=0.32.0
+# make test-vllm VLLM=0.32.0. Its command `vllm` does not start: python -m vllm.entrypoints.openai.api_server --model CKPT
 VLLM ?= 0.26.0
 VLLM_VENV ?= .venv-vllm-$(VLLM)
 
