@@ -48,9 +48,11 @@ def run(given: Sequence[str]) -> None:
     options.require_found()
     from wide.data.tokenizer import load_tokenizer
     from wide.runs.sources import load_routed
-    from wide.runs.text import continue_prompt, install_operators
+    from wide.runs.text import continue_prompt, install_operators, require_template
 
     tokenizer = load_tokenizer(options.model)
+    if chats:
+        require_template(tokenizer)
     model = load_routed(options)
     print(f"[{install_operators(model, options)}]", file=sys.stderr)
     if not chats:

@@ -200,6 +200,15 @@ def _generated(
     return output, prompt_tokens, [] if streamer is None else streamer.times
 
 
+def require_template(tokenizer: Any) -> None:
+    """Raise ConfigError if a tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "the model's tokenizer has no chat template; give text instead of messages (without --chat), or take a "
+            "model made for chat"
+        )
+
+
 def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], options: GenerationOptions) -> Any:
     """Return the tokens of a prompt, or of the messages of a chat, as the tokenizer gives them.
 
@@ -210,12 +219,8 @@ def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]
         require_characters(said, "the prompt")
     if isinstance(prompt, str):
         encoded = tokenizer(prompt, return_tensors="pt")
-    elif tokenizer.chat_template is None:
-        raise ConfigError(
-            "the model's tokenizer has no chat template; give text instead of messages (without --chat), or take a "
-            "model made for chat"
-        )
     else:
+        require_template(tokenizer)
         encoded = tokenizer.apply_chat_template(
             list(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
