@@ -175,7 +175,7 @@ def refusal(call, **asked):
 def test_one_model_is_listed_and_no_other_is_known(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     said = refusal(client.chat.completions.create, model="other", messages=HELLO)
-    assert said == "this server has 'tiny' alone, not 'other'; leave model out"
+    assert said == "this server has only 'tiny', not 'other'; leave model out"
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -429,7 +429,7 @@ def test_what_a_tokenizer_cannot_do_is_said(base):
     base[1]._tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
     client, _ = in_process(*base)
     chat = client.post("/v1/chat/completions", json={"messages": HELLO})
-    assert (chat.status_code, "has no chat template; ask /v1/completions" in chat.text) == (400, True)
+    assert (chat.status_code, "has no chat template; use /v1/completions" in chat.text) == (400, True)
     assert "the prompt has no tokens; give some text" in completed(client, prompt="")
 
 
@@ -437,8 +437,8 @@ def test_what_a_tokenizer_cannot_do_is_said(base):
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (torch.OutOfMemoryError("CUDA"), 503, "the memory is full; ask with a shorter prompt"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 503, "the memory is full; ask with a shorter"),
+        (torch.OutOfMemoryError("CUDA"), 503, "the memory is full; send a shorter prompt"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 503, "the memory is full; send a shorter"),
         (RuntimeError("broken"), 500, "the server has failed: RuntimeError: broken"),
     ],
 )

@@ -105,7 +105,7 @@ class _Tokenizer:
     def apply_chat_template(self, messages: Any, /, **given: Any) -> Any:
         template = self._own.chat_template
         if template is None:
-            raise HTTPException(400, "the model's tokenizer has no chat template; ask /v1/completions")
+            raise HTTPException(400, "the model's tokenizer has no chat template; use /v1/completions")
         if given.get("tools") and "tools" not in str(template):
             raise HTTPException(400, "the model's chat template knows no tools; leave tools out")
         try:
@@ -211,7 +211,7 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
 def _refuse(asked: Asked, one: _OneModel, options: ServerOptions) -> None:
     """Refuse what this model, its tokenizer and continuous batching cannot do."""
     if asked.model not in (None, one.force_model):
-        raise HTTPException(400, f"this server has {one.force_model!r} alone, not {asked.model!r}; leave model out")
+        raise HTTPException(400, f"this server has only {one.force_model!r}, not {asked.model!r}; leave model out")
     if asked.stream and not one.tokenizer.is_fast:
         raise HTTPException(400, "stream: this model's tokenizer runs in Python and cannot stream; ask without stream")
     own, template = inspect.signature(one.tokenizer.apply_chat_template).parameters, str(one.tokenizer.chat_template)
@@ -244,7 +244,7 @@ async def _in_words(request: Request, error: Exception) -> AnyResponse:
 def _failure(error: Exception) -> tuple[int, str]:
     """Return the status of what nobody foresaw, and what a client is told, in a stream and elsewhere."""
     if is_out_of_memory(error):
-        return 503, "the memory is full; ask with a shorter prompt or for fewer tokens"
+        return 503, "the memory is full; send a shorter prompt or ask for fewer tokens"
     return 500, f"the server has failed: {type(error).__name__}: {error}"
 
 
