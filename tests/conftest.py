@@ -133,9 +133,9 @@ def prose_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def short_calibration():
-    """Calibrate from little text: thousands of tiny batches would take most of the time of tests of commands."""
+    """Calibrate from little text: many tiny batches would take most of the time of tests that train."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
         yield

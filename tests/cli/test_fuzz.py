@@ -21,7 +21,6 @@ from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
-import datasets  # noqa: F401  an import that is stopped is broken for the next case
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,7 +35,7 @@ from wide.models.attach import attach, attachment
 from wide.models.files import SUMS
 from wide.models.lora import add_lora
 
-QUICK, ALL, PART = 250, 10_000, 250
+QUICK, ALL, PART = 125, 10_000, 125
 # What a case may take before it counts as at work, and how much memory more than there is now.
 SECONDS, MEMORY = 0.2, 4 * 2**30
 # What `wide.cli.main` says of errors that wide did not foresee.
@@ -164,6 +163,8 @@ class AtWork(BaseException):
 @pytest.fixture(scope="module")
 def places(request, tiny_model_folder, tmp_path_factory, drawn_at_once):
     """Return folders of everything that commands read, by name."""
+    import datasets  # noqa: F401  an import that is stopped is broken for the next case
+
     here = tmp_path_factory.mktemp("fuzz")
     shutil.copytree(tiny_model_folder, here / "base")
     (here / "data").mkdir()

@@ -483,6 +483,8 @@ def test_a_request_ends_at_its_deadline_and_lets_the_next_one_in(base, streams):
         said = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": streams})
         assert said.status_code == (200 if streams else 504)
         assert "the request took more than 0.7 seconds" in said.text
+        # However long a busy machine takes.
+        limits.seconds = SECONDS
         assert completed(client, max_tokens=1, temperature=0)
     assert steps["all"] < 20
     assert not limits.calls

@@ -1,4 +1,5 @@
 import copy
+import functools
 import gzip
 import hashlib
 import itertools
@@ -29,8 +30,13 @@ def json_lines(rows=ROWS):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+@functools.cache
+def python_docs(split="train"):
+    return list(load_documents("python-docs", split=split))
+
+
 def test_python_docs_are_split_by_the_hash_of_their_name():
-    train, heldout = list(load_documents("python-docs")), list(load_documents("python-docs", split="heldout"))
+    train, heldout = python_docs(), python_docs("heldout")
     for document in train + heldout:
         is_held_out = int(hashlib.sha256(document.name.encode()).hexdigest(), 16) % 10 == 0
         assert (document in heldout) == is_held_out
@@ -41,7 +47,7 @@ def test_python_docs_are_split_by_the_hash_of_their_name():
 
 
 def test_python_docs_are_read_without_running_the_modules():
-    documents = {document.name: document.text for document in load_documents("python-docs")}
+    documents = {document.name: document.text for document in python_docs()}
     assert documents["module:json"].startswith("JSON (JavaScript Object Notation)")
     # Importing either of these two is noticed: one prints, the other opens a browser.
     assert not {"this", "antigravity"} & set(sys.modules)

@@ -454,7 +454,7 @@ class Met(StoppingCriteria):
 
     def __call__(self, ids, scores, **kwargs):
         self.here.set()
-        assert self.there.wait(30)
+        assert self.there.wait(120)
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
@@ -470,7 +470,7 @@ def test_trust_ends_with_generate_in_each_thread():
     # The second begins within the first and ends after it.
     with ThreadPoolExecutor(2) as pool:
         early = pool.submit(ask, first, second)
-        assert first.wait(30)
+        assert first.wait(120)
         late = pool.submit(ask, second, ended)
         out = early.result()
         ended.set()

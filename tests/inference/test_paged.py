@@ -35,11 +35,11 @@ def _settings(**more):
     return ContinuousBatchingConfig(**{PAGE: 4, "num_blocks": 64, "max_batch_tokens": 64, **more})
 
 
-def _greedy(new=8):
+def _greedy(new=5):
     return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
-def _alone(model, prompt, new=8):
+def _alone(model, prompt, new=5):
     return model.generate(torch.tensor([prompt]), generation_config=_greedy(new))[0, len(prompt) :].tolist()
 
 

@@ -1,8 +1,6 @@
 // Runs gemv_int8.cu on a CPU; `run` takes what the kernel does and the number of blocks.
 #include "emulated.h"
 
-#include <cmath>
-#include <cstdint>
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define EMULATED

@@ -66,7 +66,8 @@ def test_what_no_table_chooses_is_tritons_on_a_gpu_that_runs_it(monkeypatch, kin
 @pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 @pytest.mark.parametrize("operator", [RMS_NORM, GEMV_MN, GEMV_K], ids=lambda operator: operator.name)
 def test_kernels_without_products_run_there_in_bfloat16(operator: Operator) -> None:
-    for case in operator.cases[::3]:
+    # Those behind are large.
+    for case in operator.cases[:10:3]:
         case = dataclasses.replace(case, dtype=torch.bfloat16)
         arguments = operator.build(case, CPU)
         assert operator.supports("triton", CPU, case) is None

@@ -149,8 +149,7 @@ def test_an_attached_model_is_refused(model, blocks):
         apply(model, get("dense"), blocks, HALF, seed=17)
 
 
-def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks, monkeypatch):
-    monkeypatch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
+def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks):
     stage = StageConfig(steps=2, batch_size=2, sequence_length=32, learning_rate=1e-2)
     report = apply(
         model,

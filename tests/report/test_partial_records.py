@@ -100,6 +100,7 @@ def test_no_value_of_a_run_is_taken_for_granted():
             assert value is not None or any(repr(metric) in note for note in run.notes)
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 def test_no_value_of_a_comparison_is_taken_for_granted(tmp_path):
     settings = {"ffn_group_size": 64, "attention_group_size": None}
     cells = [Cell("wide", 0.5, 17), Cell("tyr", 0.5, 17)]

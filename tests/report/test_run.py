@@ -13,7 +13,7 @@ from wide.report.selection import Selection
 from wide.report.table import summary_table
 from wide.runs.measuring import training_records
 
-pytestmark = pytest.mark.usefixtures("drawn_at_once", "short_calibration")
+pytestmark = pytest.mark.usefixtures("drawn_at_once")
 
 CURVES = {"loss", "lm_loss", "sparsity.attention", "sparsity.ffn", "temperature", "tokens_per_second"}
 SHORT = ["--train.steps", "3", "--train.batch_size", "2", "--train.sequence_length", "32"]

@@ -61,7 +61,7 @@ LORA = RecoverConfig(batch_size=4, sequence_length=16, micro_batch_size=1, steps
 ELASTIC = stage(micro_batch_size=1, steps=8, checkpoint_every=2)
 
 
-def group(world, work, *, seconds=100.0, killed=(), delay=0.0):
+def group(world, work, *, seconds=400.0, killed=(), delay=0.0):
     """Run `work(rank)` in so many forked processes and return how each ended: its exit status, or minus a signal.
 
     Some of them are killed after a delay in seconds.

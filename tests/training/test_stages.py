@@ -36,7 +36,9 @@ def lora_stage(**changes):
     return RecoverConfig(**({"steps": 6, "batch_size": 4, "sequence_length": 16, "lora_rank": 2} | changes))
 
 
-def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts, tiny_tokenizer, tmp_path):
+def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts, tiny_tokenizer, tmp_path, monkeypatch):
+    # As many as a user's run reads, so that other text agrees.
+    monkeypatch.setattr(inference_target, "_MIN_TOKENS", 4096)
     base = model()
     pruned = prune(
         base, texts, sparsity=0.4, tokenizer=tiny_tokenizer, config=CONFIG, stage=stage(steps=30), output=tmp_path

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import RandomSource, batch, routed_model, stage
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, TrainingError
@@ -36,6 +35,8 @@ def router_values(model):
 
 @pytest.mark.parametrize("small", [0, 1 << 30], ids=["each layer", "all layers at once"])
 def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small, monkeypatch):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     monkeypatch.setattr(modes, "_SMALL_LAYER", small)
     changes = {"steps": 3, "temperature_start": 4.0}
     plain, model = routed_model(), routed_model()
