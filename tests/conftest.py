@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -66,9 +67,35 @@ def pytest_collection_finish(session):
         quick_interpreter.install()
 
 
+def _global_state():
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads of torch": torch.get_num_threads(),
+        "working directory": os.getcwd(),
+        "SIGINT": signal.getsignal(signal.SIGINT),
+        "SIGTERM": signal.getsignal(signal.SIGTERM),
+    }
+
+
 @pytest.fixture(autouse=True)
-def _seeds():
+def _as_found():
+    """Seed, and name the test that leaves behind what would change the tests after it."""
     torch.manual_seed(0)
+    before = _global_state()
+    yield
+    after = _global_state()
+    if after != before:
+        # The tests after it begin as they would have.
+        torch.set_grad_enabled(before["gradients"])
+        torch.set_default_dtype(before["default dtype"])
+        torch.use_deterministic_algorithms(before["deterministic"])
+        torch.set_num_threads(before["threads of torch"])
+        os.chdir(before["working directory"])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, before[number.name])
+    assert after == before, "this test leaves global state behind"
 
 
 @pytest.fixture

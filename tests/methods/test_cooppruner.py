@@ -167,7 +167,7 @@ def test_the_surrogate_ranks_unseen_sets_and_finds_a_good_one():
     ids = own_text(model, 6, 12)
     generator = np.random.default_rng(0)
     strata = removed_counts(12, 4, "paper")
-    sets = np.unique(sample_kept_layers(12, strata, 500, generator), axis=0)
+    sets = np.unique(sample_kept_layers(12, strata, 900, generator), axis=0)
     sets = generator.permutation(sets)
     utilities = utilities_of(model, sets, ids)
     settings = CoopPrunerConfig(surrogate_batch_size=32, learning_rate=0.05, epochs=150, rate_step=100)
