@@ -160,11 +160,13 @@ def prose_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def short_calibration():
+@pytest.fixture(scope="module", autouse=True)
+def short_calibration(request):
     """Calibrate from little text: many tiny batches would take most of the time of tests that train."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
+        # The import takes seconds where a folder is run alone.
+        if request.path.parent.name not in ("architecture", "data", "docs", "kernels"):
+            patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
         yield
 
 

@@ -45,7 +45,8 @@ def _install(folder, code, table=TABLE):
     """Put a profiler into a folder that writes the table where it is told to, and then does what `code` says."""
     program = folder / "ncu"
     program.write_text(
-        f"#!{sys.executable}\nimport sys, time\nfrom pathlib import Path\n"
+        # Without site-packages it is there at once, before any limit.
+        f"#!{sys.executable} -IS\nimport sys, time\nfrom pathlib import Path\n"
         f"Path(sys.argv[sys.argv.index('--log-file') + 1]).write_text({table!r})\n{code}\n"
     )
     program.chmod(0o755)

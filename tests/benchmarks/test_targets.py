@@ -213,7 +213,7 @@ time.sleep(60)
 def test_parts_are_stopped_and_what_they_wrote_counts(tmp_path):
     parts = {"a": ("wide profile --output DIR --prompt 8", 2.0), "none": ("wide --output DIR", 2.0)}
     (tmp_path / "none").mkdir()
-    folders = measure(tmp_path, parts, [sys.executable, "-c", ENDLESS])
+    folders = measure(tmp_path, parts, [sys.executable, "-IS", "-c", ENDLESS])
     assert folders == [tmp_path / "a"]
     given = json.loads((tmp_path / "a" / "endtoend.json").read_text())["given"]
     assert given == ["profile", "--output", str(tmp_path / "a"), "--prompt", "8"]

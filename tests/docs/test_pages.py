@@ -1,5 +1,6 @@
 """Commands and links that the pages show exist; the Python of the pages runs in `make docs`."""
 
+import functools
 import importlib.util
 import re
 import sys
@@ -16,6 +17,7 @@ PAGES = [
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
+@functools.cache
 def snippets():
     spec = importlib.util.spec_from_file_location("snippets", ROOT / "tools/snippets.py")
     module = importlib.util.module_from_spec(spec)

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -182,38 +182,50 @@ def test_products_of_int8_rows_spill_nothing_and_convert_nothing(
         assert "HMMA" not in code
 
 
+@pytest.fixture
+def compiled(tmp_path: Path) -> Callable[..., bytes]:
+    """Return what compiles a kernel that takes no time, into a folder that keeps its code."""
+    source = tmp_path / "small.cu"
+    source.write_text('extern "C" __global__ void small(int* to) { *to = NUMBER; }\n')
+    return lambda folder, number=1: cubin(source, folder, architecture="sm_90a", macros={"NUMBER": number})
+
+
 @needs_compiler
-def test_code_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_compiled_once(compiled: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "not" / "there"
-    code = machine_code(PLAIN, folder)
+    code = compiled(folder)
     assert code.startswith(b"\x7fELF")
     (kept,) = folder.iterdir()
-    assert re.fullmatch(r"gemm_mn-[0-9a-f]{32}\.cubin", kept.name)
+    assert re.fullmatch(r"small-[0-9a-f]{32}\.cubin", kept.name)
     monkeypatch.setattr(build, "_compile", None)
-    assert machine_code(PLAIN, folder) == code
+    assert compiled(folder) == code
     with pytest.raises(TypeError):
-        machine_code(VARIANTS["query with a bias"], folder)
+        compiled(folder, 2)
 
 
 @needs_compiler
-def test_what_is_written_half_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_half_is_never_read(
+    compiled: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kept"
+
     def fail(self: Path, target: Path) -> None:
         raise OSError("killed before it was given its name")
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", fail)
-        code = machine_code(PLAIN, tmp_path)
-    assert not list(tmp_path.iterdir())
+        code = compiled(folder)
+    assert not list(folder.iterdir())
     # Of a process that is still writing, or was killed.
-    (tmp_path / "gemm_mn-left").write_bytes(code[:100])
-    assert machine_code(PLAIN, tmp_path) == code == machine_code(PLAIN, tmp_path)
-    assert len(list(tmp_path.glob("*.cubin"))) == 1
+    (folder / "small-left").write_bytes(code[:100])
+    assert compiled(folder) == code == compiled(folder)
+    assert len(list(folder.glob("*.cubin"))) == 1
 
 
 @needs_compiler
-def test_a_folder_that_takes_nothing_costs_a_compilation_only(tmp_path: Path) -> None:
+def test_a_folder_that_takes_nothing_costs_a_compilation_only(compiled: Callable[..., bytes], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where a folder should be")
-    assert machine_code(PLAIN, tmp_path / "file" / "kernels").startswith(b"\x7fELF")
+    assert compiled(tmp_path / "file" / "kernels").startswith(b"\x7fELF")
 
 
 @needs_compiler
