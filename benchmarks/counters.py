@@ -152,7 +152,7 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     from wide.inference.choice.measured import measured_table
     from wide.inference.choice.tuning.tune import tuned_layers
     from wide.inference.engine.decoder import Decoder
-    from wide.inference.engine.options import ForwardOptions, force
+    from wide.inference.engine.layer import ForwardOptions, force
     from wide.models.attach import attach, attachment
     from wide.profiling.synthetic import random_model
 

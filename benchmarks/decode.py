@@ -16,8 +16,7 @@ import torch
 from wide.inference.choice.tuning.attention import TOLERANCE, library_attention
 from wide.inference.choice.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
 from wide.inference.choice.tuning.race import Call, Race, relative
-from wide.kernels.attention_decode import DecodeShape, attention_decode
-from wide.kernels.attention_decode.op import BACKENDS
+from wide.kernels.attention_decode.op import BACKENDS, DecodeShape, attention_decode
 from wide.kernels.tuning import Choice
 
 Tile = tuple[int, ...]

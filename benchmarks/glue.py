@@ -20,9 +20,10 @@ from benchmarks.cases.rms_norm import RMS_NORM
 from benchmarks.cases.rope import ROPE
 from benchmarks.cases.route import NORM_ROUTE, ROUTE
 from wide.inference.choice.tuning.timing import time_interleaved
-from wide.kernels.rms_norm import rms_norm
-from wide.kernels.rope import rope_to_cache
-from wide.kernels.route import RouteWeights, norm_route, route, split_weights
+from wide.kernels.rms_norm.op import rms_norm
+from wide.kernels.rope.op import rope_to_cache
+from wide.kernels.route.op import norm_route, route
+from wide.kernels.route.weights import RouteWeights, split_weights
 
 _COPIES = 32
 _WIDTH, _GROUPS, _RANK = 4096, 112, 32

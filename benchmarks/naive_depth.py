@@ -23,8 +23,8 @@ from benchmarks.cases.contract import relative_error
 from benchmarks.naive_products import Problem, executed, grouped_product, packed_rows, wanted
 from wide.errors import ShapeError
 from wide.inference.choice.tuning.timing import time_interleaved
-from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.reorder import reorder
+from wide.kernels.gemm_mn.op import gemm_mn
+from wide.kernels.reorder.op import reorder
 
 DENSE = "dense"
 INDICES, SORT, GATHER, GEMM, SCATTER = "indices", "sort", "gather", "GEMM", "scatter"

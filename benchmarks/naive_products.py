@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.gemm_k.op import gemm_k
+from wide.kernels.gemm_mn.op import gemm_mn
+from wide.kernels.reorder.op import reorder, reorder_patterns
 from wide.kernels.reordering import PATTERN_GROUPS
 
 AXES = ("M", "N", "K")

@@ -31,8 +31,8 @@ from wide.inference.choice.tuning.products import product_race
 from wide.inference.choice.tuning.race import TOLERANCE, Race, Record, measure
 from wide.inference.operators.table import OperatorName
 from wide.kernels.dispatch import backend_names
-from wide.kernels.reorder import reorder, reorder_patterns
-from wide.kernels.reorder import reorder_sequences as sort_sequences
+from wide.kernels.reorder.op import reorder, reorder_patterns
+from wide.kernels.reorder.op import reorder_sequences as sort_sequences
 from wide.kernels.tuning import Choice
 
 TIMED = ("triton", "cuda")

@@ -8,8 +8,8 @@ import torch
 from benchmarks.cases.contract import Operator, compare_all, make_case, named, random_mask, random_values
 from benchmarks.cases.linear_int8 import in_int8
 from wide.kernels.gemm_k.op import BACKENDS, ROWS_BACKENDS, KShape, gemm_k, gemm_k_rows
-from wide.kernels.linear_int8 import quantise_int8
-from wide.kernels.reorder import reorder_patterns, reorder_rows
+from wide.kernels.int8 import quantise_int8
+from wide.kernels.reorder.op import reorder_patterns, reorder_rows
 from wide.kernels.tuning import Case
 
 _SIZES = ("num_rows", "num_groups", "group_size", "width")

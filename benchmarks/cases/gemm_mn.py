@@ -9,8 +9,8 @@ import torch
 from benchmarks.cases.contract import Operator, make_case, named, random_mask, random_values, relative_error
 from benchmarks.cases.linear_int8 import in_int8
 from wide.kernels.gemm_mn.op import BACKENDS, MnShape, finish_dense, gemm_mn
-from wide.kernels.linear_int8 import quantise_int8
-from wide.kernels.reorder import reorder
+from wide.kernels.int8 import quantise_int8
+from wide.kernels.reorder.op import reorder
 from wide.kernels.reordering import Reordering
 from wide.kernels.tuning import Case
 

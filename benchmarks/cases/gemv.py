@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cases.contract import Operator, compare_all, random_mask, random_values, relative_error
 from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS, GemvShape, gemv_k, gemv_mn
-from wide.kernels.linear_int8 import quantise_int8
+from wide.kernels.int8 import quantise_int8
 from wide.kernels.tuning import Case
 
 

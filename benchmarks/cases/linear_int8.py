@@ -14,9 +14,16 @@ from benchmarks.cases.contract import (
     random_mask,
     random_values,
 )
-from wide.kernels.int8 import hadamard
-from wide.kernels.linear_int8 import expand_int8, linear_int8, quantise_int8, quantise_rows
-from wide.kernels.linear_int8.op import BACKENDS, EXPAND_BACKENDS, QUANTISE_BACKENDS, Int8Shape
+from wide.kernels.int8 import hadamard, quantise_int8
+from wide.kernels.linear_int8.op import (
+    BACKENDS,
+    EXPAND_BACKENDS,
+    QUANTISE_BACKENDS,
+    Int8Shape,
+    expand_int8,
+    linear_int8,
+    quantise_rows,
+)
 from wide.kernels.tuning import Case
 
 _case = functools.partial(make_case, ("num_rows", "width", "depth"))

@@ -1,7 +1,7 @@
 """Operator tables for small sizes, whose thresholds tests choose."""
 
 from wide.inference.operators.table import DENSE, OperatorTable
-from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.gemv.op import MAX_ROWS
 from wide.kernels.tuning import Choice
 
 

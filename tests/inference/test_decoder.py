@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.options import ForwardOptions, force
+from wide.inference.engine.layer import ForwardOptions, force
 from wide.inference.operators.table import DENSE_TABLE as UNSKIPPED
 from wide.inference.operators.table import OPERATORS
 from wide.models.attach import attach
@@ -137,12 +137,12 @@ def test_weights_are_shared_not_copied():
 
 def test_other_structures_are_refused_with_the_reason():
     with pytest.raises(UnsupportedModelError, match="no operator for the activation"):
-        Decoder(make("apertus"), max_length=16)
+        Decoder(attach(make("apertus"), WideConfig(ffn_group_size=16)), max_length=16)
 
 
 def test_another_dtype_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"in torch.float64; the engine takes .*bfloat16"):
-        Decoder(make("llama").double(), max_length=16)
+        Decoder(_attached("llama").double(), max_length=16)
 
 
 class _Shifted(torch.nn.Embedding):
@@ -159,7 +159,7 @@ def test_parts_that_nobody_reads_are_refused_by_name(monkeypatch):
         model = make("llama")
         change(model.model, model.model.layers[1])
         with pytest.raises(UnsupportedModelError, match=reason):
-            Decoder(model, max_length=16)
+            Decoder(attach(model, WideConfig(ffn_group_size=16)), max_length=16)
 
     linear = torch.nn.Linear(32, 32)
     refused(lambda base, layer: layer.add_module("further", linear), "layer 1 has further")
@@ -176,8 +176,8 @@ def test_parts_that_nobody_reads_are_refused_by_name(monkeypatch):
 
 def test_training_mode_and_overlong_prompts_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"model\.eval"):
-        Decoder(make("llama").train(), max_length=16)
-    decoder = Decoder(make("llama"), max_length=8)
+        Decoder(_attached("llama").train(), max_length=16)
+    decoder = Decoder(_attached("llama"), max_length=8)
     with pytest.raises(ShapeError, match="do not fit a cache of 1 x 8"):
         decoder.prefill_logits(tokens(1, 9), decoder.new_cache(1), ForwardOptions(routed=False, table=DENSE_TABLE))
 

@@ -29,10 +29,9 @@ from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.engine import memory as memory_module
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.engine_cache import EngineCache
-from wide.inference.engine.graphs import CapturedStep
+from wide.inference.engine.graphs import CapturedStep, NextStep
+from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Slot
-from wide.inference.engine.next_step import NextStep
-from wide.inference.engine.options import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.gates import cache_name

@@ -79,7 +79,7 @@ def test_prompts_and_steps_are_those_of_the_masked_model(family, dtype, weights)
 
 
 def without_graphs(monkeypatch):
-    from wide.inference.engine.options import ForwardOptions
+    from wide.inference.engine.layer import ForwardOptions
 
     def step(self, ids, *, routed, pool):
         return self.decoder.step(ids, self.cache, ForwardOptions(routed=routed))

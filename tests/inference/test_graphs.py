@@ -9,7 +9,7 @@ from wide.config import WideConfig
 from wide.errors import UnsupportedBackendError
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.engine.options import ForwardOptions
+from wide.inference.engine.layer import ForwardOptions
 from wide.models.attach import attach
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}

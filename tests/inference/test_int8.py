@@ -18,8 +18,8 @@ from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.inference.operators import products, table
 from wide.inference.optimize import deoptimize, optimize
-from wide.kernels.int8 import hadamard, rotated
-from wide.kernels.linear_int8 import quantise_int8, quantise_rows
+from wide.kernels.int8 import hadamard, quantise_int8, rotated
+from wide.kernels.linear_int8.op import quantise_rows
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.attach import attach, attachment
 from wide.models.lora import add_lora, merge_lora

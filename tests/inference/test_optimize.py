@@ -18,7 +18,7 @@ from wide.inference.engine import views
 from wide.inference.operators.table import DENSE_TABLE, OperatorTable
 from wide.inference.optimize import deoptimize, optimize
 from wide.kernels.device import DeviceFacts
-from wide.kernels.reorder import left_to_tiles
+from wide.kernels.reorder.rows_reference import left_to_tiles
 from wide.models.attach import attach, attachment, detach
 from wide.models.lora import add_lora
 from wide.models.observe import bypass, capture_routing, force_routing

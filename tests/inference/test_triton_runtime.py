@@ -7,7 +7,7 @@ from tables import fixed
 
 from wide.config import WideConfig
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.options import ForwardOptions, force
+from wide.inference.engine.layer import ForwardOptions, force
 from wide.inference.operators.table import OPERATORS
 from wide.models.attach import attach
 

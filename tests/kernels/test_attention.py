@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.attention_decode import attention_decode
 from wide.kernels.attention_decode._triton import DecodeTile
+from wide.kernels.attention_decode.op import attention_decode
 from wide.kernels.attention_inputs import HeadUnits
-from wide.kernels.attention_prefill import attention_prefill
 from wide.kernels.attention_prefill._triton import PrefillTile
-from wide.kernels.reorder import reorder_sequences
+from wide.kernels.attention_prefill.op import attention_prefill
+from wide.kernels.reorder.op import reorder_sequences
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CLOSE: dict[str, Any] = {"rtol": 5e-3, "atol": 5e-3}

@@ -18,14 +18,14 @@ from benchmarks.cases.route import NORM_ROUTE, ROUTE
 from benchmarks.languages import cute
 from wide.errors import UnsupportedBackendError
 from wide.kernels import device as kernel_device
-from wide.kernels.attention_decode import attention_decode
-from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.attention_prefill.op import attention_prefill
 from wide.kernels.device import interprets_triton
-from wide.kernels.gemm_k import gemm_k
-from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.gemm_k.op import gemm_k
+from wide.kernels.gemm_mn.op import gemm_mn
+from wide.kernels.reorder.op import reorder, reorder_patterns
 from wide.kernels.reordering import SequenceReordering
-from wide.kernels.route import norm_route, route
+from wide.kernels.route.op import norm_route, route
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cases.clear_skipped import CLEAR_SKIPPED
 from wide.errors import ShapeError, UnsupportedBackendError
-from wide.kernels.clear_skipped import clear_skipped, cleared
+from wide.kernels.clear_skipped.op import clear_skipped, cleared
 from wide.kernels.tuning import Case
 
 HAS_GPU = torch.cuda.is_available()

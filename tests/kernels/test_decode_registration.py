@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-import wide.kernels.attention_prefill  # noqa: F401  registers its operator
+import wide.kernels.attention_prefill.op  # noqa: F401  registers its operator
 from wide.errors import ShapeError
-from wide.kernels.attention_decode import attention_decode
-from wide.kernels.gemv import gemv_k, gemv_mn
-from wide.kernels.reorder import reorder_sequences
+from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.gemv.op import gemv_k, gemv_mn
+from wide.kernels.reorder.op import reorder_sequences
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

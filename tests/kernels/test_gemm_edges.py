@@ -8,13 +8,14 @@ from torch.nn.functional import silu
 
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels.device import interprets_triton
-from wide.kernels.gemm_k import gemm_k
 from wide.kernels.gemm_k._triton import KTile
-from wide.kernels.gemm_mn import gemm_mn
+from wide.kernels.gemm_k.op import gemm_k
 from wide.kernels.gemm_mn._triton import MnTile
-from wide.kernels.gemv import gemv_k, gemv_mn
-from wide.kernels.linear_int8 import linear_int8, quantise_int8
-from wide.kernels.reorder import reorder, reorder_patterns
+from wide.kernels.gemm_mn.op import gemm_mn
+from wide.kernels.gemv.op import gemv_k, gemv_mn
+from wide.kernels.int8 import quantise_int8
+from wide.kernels.linear_int8.op import linear_int8
+from wide.kernels.reorder.op import reorder, reorder_patterns
 
 pytestmark = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 MASKS = ("random", "all", "none", "one row", "one group")

@@ -13,9 +13,8 @@ import torch
 from benchmarks.cases.gemv import _INT8_K, _INT8_MN, GEMV_K, GEMV_MN
 from wide.kernels.gemv import _cuda
 from wide.kernels.int8 import hadamard, rotated
-from wide.kernels.linear_int8 import quantise_rows
 from wide.kernels.linear_int8._cuda import linear_int8, supports
-from wide.kernels.linear_int8.op import Int8Shape
+from wide.kernels.linear_int8.op import Int8Shape, quantise_rows
 from wide.kernels.linear_int8.reference import linear_int8_reference
 
 FOLDER = Path(__file__).parent

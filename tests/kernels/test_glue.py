@@ -8,9 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.errors import ShapeError
-from wide.kernels.rms_norm import rms_norm
-from wide.kernels.rope import rope_to_cache
-from wide.kernels.route import RouteWeights, norm_route, route, split_weights
+from wide.kernels.rms_norm.op import rms_norm
+from wide.kernels.rope.op import rope_to_cache
+from wide.kernels.route.op import norm_route, route
+from wide.kernels.route.weights import RouteWeights, split_weights
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

@@ -7,9 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.kernels.device import interprets_triton
-from wide.kernels.gemm_k import gemm_k, gemm_k_rows
-from wide.kernels.gemm_mn import gemm_mn
-from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows, reorder_sequences
+from wide.kernels.gemm_k.op import gemm_k, gemm_k_rows
+from wide.kernels.gemm_mn.op import gemm_mn
+from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_rows, reorder_sequences
 
 INTERPRETED = pytest.mark.skipif(not interprets_triton(), reason="the interpreter stands in for a GPU")
 

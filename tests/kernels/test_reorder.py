@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wide.kernels.device import interprets_triton
-from wide.kernels.reorder import reorder, reorder_patterns, reorder_sequences
+from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_sequences
 from wide.kernels.reorder.reference import gray_rank
 from wide.kernels.reordering import PatternReordering, Reordering
 

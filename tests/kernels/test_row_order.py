@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from benchmarks.cases.gemm_k import GEMM_K_ROWS
 from wide.errors import ShapeError, UnsupportedBackendError
 from wide.kernels import device as kernel_device
-from wide.kernels.gemm_k import KShape, gemm_k_rows
-from wide.kernels.reorder import MAX_GROUPS, left_to_tiles, reorder_rows
+from wide.kernels.gemm_k.op import KShape, gemm_k_rows
 from wide.kernels.reorder import rows_reference as reference
-from wide.kernels.reorder.rows_reference import SORTED_GROUPS
+from wide.kernels.reorder.op import MAX_GROUPS, reorder_rows
+from wide.kernels.reorder.rows_reference import SORTED_GROUPS, left_to_tiles
 from wide.kernels.reordering import RowReordering
 
 CPU = torch.device("cpu")

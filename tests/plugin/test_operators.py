@@ -10,10 +10,10 @@ from torch.nn import functional
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import WEIGHTS
 from wide.kernels.dispatch import Backends
-from wide.kernels.int8 import hadamard, rotated
-from wide.kernels.linear_int8 import MAX_WHOLE_ROWS, quantise_int8
-from wide.kernels.route import split_weights
+from wide.kernels.int8 import hadamard, quantise_int8, rotated
+from wide.kernels.linear_int8.op import MAX_WHOLE_ROWS
 from wide.kernels.route.reference import margins
+from wide.kernels.route.weights import split_weights
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.forward_context import override_forward_context

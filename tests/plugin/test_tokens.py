@@ -14,8 +14,8 @@ from materialise_plans import width_plan
 from transformers import AutoModelForCausalLM
 
 import wide
-from wide.kernels.int8 import hadamard, rotated
-from wide.kernels.linear_int8 import MAX_WHOLE_ROWS, quantise_int8
+from wide.kernels.int8 import hadamard, quantise_int8, rotated
+from wide.kernels.linear_int8.op import MAX_WHOLE_ROWS
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.languages.cute import LEVELS, CuteTile, cute_obstacle, cute_tile, function
-from wide.kernels.clear_skipped import cleared
+from wide.kernels.clear_skipped.op import cleared
 from wide.kernels.device import HALF, device_facts
 from wide.kernels.dispatch import Candidate, largest_tile, require
 from wide.kernels.gemm_mn._cuda import CLUSTER_TILE

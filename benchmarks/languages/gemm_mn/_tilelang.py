@@ -10,7 +10,7 @@ import tilelang.language as T
 import torch
 
 from benchmarks.languages.tilelang import activate, warp_policy
-from wide.kernels.clear_skipped import cleared
+from wide.kernels.clear_skipped.op import cleared
 from wide.kernels.device import HALF, device_facts, tilelang_obstacle
 from wide.kernels.dispatch import Candidate, largest_tile, require
 from wide.kernels.gemm_mn._triton import MnTile

@@ -204,9 +204,6 @@ class Arguments:
         """Return every key in dotted form."""
         return _keys(self._parser)
 
-    def _group_names(self) -> list[str]:
-        return sorted({name.rpartition(".")[0] for name in self.known_keys() if "." in name})
-
     def _known_flags(self) -> list[str]:
         return [name for action in self._parser._actions for name in action.option_strings]
 
@@ -241,7 +238,8 @@ class Arguments:
                 raise UsageError(f"{shown} {self._refused[each]}")
 
     def _refuse_unknown_keys(self, path: Path) -> None:
-        known, found, groups = self.known_keys(), _read_yaml(path), self._group_names()
+        known, found = self.known_keys(), _read_yaml(path)
+        groups = sorted({name.rpartition(".")[0] for name in known if "." in name})
         command, keys = recipe_command(found), _dotted(found, groups)
         same = [key for key in keys if [each.replace("-", "_") for each in keys].count(key.replace("-", "_")) > 1]
         if same:

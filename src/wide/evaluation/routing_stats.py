@@ -154,12 +154,7 @@ class HalfCounter:
         self._lags, self._pairs = zeros(MAX_LAG, 3, num_groups), zeros(MAX_LAG)
 
     def add(self, mask: Tensor, valid: Tensor) -> None:
-        """Count one forward.
-
-        Args:
-            mask: bool `[B, T, N_G]`.
-            valid: bool `[B, T]`, False for padding.
-        """
+        """Count a forward's mask, bool `[B, T, N_G]`; `valid`, bool `[B, T]`, is False for padding."""
         executed, length = mask & valid.unsqueeze(-1), mask.shape[1]
         flat, per_token = executed.flatten(0, 1).float(), executed.sum(-1)
         # Sums of zeros and ones are exact in float32 up to 2^24 tokens of one forward.
@@ -299,11 +294,7 @@ def _sample(batch: TokenBatch, routing: Routing) -> tuple[tuple[int, ...], dict[
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return what each token adds to the text.
-
-    Returns:
-        As many texts as ids, which join to the whole; a character of several tokens belongs to its last one.
-    """
+    """Return what each token adds to the text; a character of several tokens belongs to its last one."""
     pieces, shown = [], 0
     for end in range(1, len(ids) + 1):
         decoded = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))

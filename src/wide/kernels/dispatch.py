@@ -73,10 +73,6 @@ def _no_obstacle(*_: object) -> None:
     """Need nothing, or take everything."""
 
 
-def _only_default(*_: object) -> tuple[Candidate, ...]:
-    return (Candidate(),)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """One implementation of an operator.
@@ -120,7 +116,7 @@ class Backends:
         *,
         needs: Callable[[torch.device, torch.dtype], str | None] = _no_obstacle,
         supports: Callable[[Any], str | None] = _no_obstacle,
-        candidates: Callable[[Any, torch.device, bool], Iterable[Candidate]] = _only_default,
+        candidates: Callable[[Any, torch.device, bool], Iterable[Candidate]] = lambda *_: (Candidate(),),
     ) -> Callable[[RunT], RunT]:
         """Return a decorator that makes a function the backend of this name; arguments as of `Backend`."""
 

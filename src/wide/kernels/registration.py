@@ -38,7 +38,8 @@ def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Calla
 
     def declare(function: FunctionT) -> FunctionT:
         name, given = function.__name__.lstrip("_"), inspect.signature(function)
-        place, kind = next(((i, p.annotation) for i, p in enumerate(_parameters(given)) if _is_tuple(p)), (0, None))
+        kinds = [parameter.annotation for parameter in given.parameters.values()]
+        place, kind = next(((i, each) for i, each in enumerate(kinds) if hasattr(each, "_fields")), (0, None))
         run: Any = function if kind is None else _gathering(function, place, kind)
         flat = inspect.signature(run)
         # Sizes are plain integers: nothing here is worth tracing for symbolic ones.
@@ -73,14 +74,6 @@ def operator(outputs: Implementation, *, mutates: Collection[str] = ()) -> Calla
     return declare
 
 
-def _parameters(signature: inspect.Signature) -> Collection[inspect.Parameter]:
-    return signature.parameters.values()
-
-
-def _is_tuple(parameter: inspect.Parameter) -> bool:
-    return hasattr(parameter.annotation, "_fields")
-
-
 def _gathering(function: Implementation, place: int, kind: Any) -> Implementation:
     """Return a function that takes the fields of a NamedTuple in its place, as torch hands them over."""
     end = place + len(kind._fields)
@@ -88,7 +81,7 @@ def _gathering(function: Implementation, place: int, kind: Any) -> Implementatio
     def run(*arguments: Any, **options: Any) -> Any:
         return function(*arguments[:place], kind(*arguments[place:end]), *arguments[end:], **options)
 
-    parameters = list(_parameters(inspect.signature(function)))
+    parameters = list(inspect.signature(function).parameters.values())
     form = inspect.Parameter.POSITIONAL_OR_KEYWORD
     fields = [inspect.Parameter(field, form, annotation=of) for field, of in get_type_hints(kind).items()]
     parameters[place : place + 1] = fields

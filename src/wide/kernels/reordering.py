@@ -20,8 +20,7 @@ class Reordering(NamedTuple):
         counts: Active rows of each group, int32 [N_G].
         offsets: Exclusive sum of the counts, int32 [N_G + 1]: where a group starts in packed tensors.
         tiles: (group, row tile) of each row tile, int32 [N_G * ceil(M / BM), 2], neighbours share rows and weights;
-            short tiles, of at most BM / 2 rows, come last, and of
-            these thin ones, of at most BM / 4.
+            short tiles, of at most BM / 2 rows, come last, and of these thin ones, of at most BM / 4.
         num_tiles: How many tiles are meant, and how many of them are short, int32 [2].
     """
 

@@ -26,10 +26,10 @@ def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
     return tuple(_block(index, layer, config) for index, layer in enumerate(layers))
 
 
-def scale_and_cap(model: Any) -> tuple[float, float | None]:
+def scale_and_cap(config: Any) -> tuple[float, float | None]:
     """Return what a causal LM's configuration says that it does to its logits: their factor and their bound."""
-    config = model.config.get_text_config()
-    factor = getattr(model, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    config = config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return factor, getattr(config, "final_logit_softcapping", None)
 
 

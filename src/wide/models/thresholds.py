@@ -189,14 +189,10 @@ def threshold_of(table: Sequence[tuple[float, float]], sparsity: float) -> float
 
     Raises ConfigError if the table is empty, or the sparsity lies outside of what it reaches.
     """
-    _require_share(sparsity)
-    return -math.inf if sparsity == 0.0 else _interpolate(table, sparsity)
-
-
-def _require_share(sparsity: float) -> None:
     require(Real, sparsity, "sparsity", "a number in [0, 1)")
     if not 0.0 <= sparsity < 1.0:
         raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
+    return -math.inf if sparsity == 0.0 else _interpolate(table, sparsity)
 
 
 def _measure(

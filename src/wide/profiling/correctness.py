@@ -17,8 +17,7 @@ from torch import Tensor
 from wide.inference.choice.tuning.race import launched, relative
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import GraphPool, capture_prompt, capture_step
-from wide.inference.engine.layer import Masks, Residual, run_layer
-from wide.inference.engine.options import ForwardOptions, LayerMasks, force
+from wide.inference.engine.layer import ForwardOptions, LayerMasks, Masks, Residual, force, run_layer
 from wide.inference.engine.views import PromptView
 from wide.inference.operators.table import OPERATORS, OperatorTable
 from wide.models.attach import attachment

@@ -43,7 +43,7 @@ from wide.config import WideConfig
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
-from wide.inference.engine.options import ForwardOptions
+from wide.inference.engine.layer import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.adapter import load, read_config
 from wide.models.attach import attach, attachment, is_attached, plan_of

@@ -63,7 +63,7 @@ class OutputHead:
 
     def __init__(self, model: Any) -> None:
         self._model, self._linear = model, model.get_output_embeddings()
-        self._factor, self._cap = scale_and_cap(model)
+        self._factor, self._cap = scale_and_cap(model.config)
         # Whether that is all the model does, and leaves the head whole, which the first forward shows.
         self._is_all: bool | None = None
 

@@ -9,8 +9,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
-from wide.kernels.int8 import hadamard
-from wide.kernels.linear_int8 import quantise_int8
+from wide.kernels.int8 import hadamard, quantise_int8
 from wide.vllm.operators import dense_linear
 from wide.vllm.sublayers import FeedForward, rotation_of
 

@@ -19,7 +19,8 @@ from wide.inference.choice.tuning.tune import TunedLayer, tune_layers
 from wide.inference.operators.products import GatedWeights, LinearWeights, feed_forward
 from wide.inference.operators.table import OperatorTable
 from wide.kernels.registration import operator
-from wide.kernels.route import RouteWeights, route
+from wide.kernels.route.op import route
+from wide.kernels.route.weights import RouteWeights
 
 _TUNING_SECONDS = 90.0
 

@@ -20,10 +20,10 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from wide.inference.operators.table import OperatorTable
-from wide.kernels.attention_decode import attention_decode
-from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.clear_skipped import clear_skipped
-from wide.kernels.reorder import reorder_sequences
+from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.attention_prefill.op import attention_prefill
+from wide.kernels.clear_skipped.op import clear_skipped
+from wide.kernels.reorder.op import reorder_sequences
 
 # Keys that the kernel of a step reads at a time; smaller pages would slow it down.
 _PAGE = 64

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from wide.errors import UnsupportedModelError
 from wide.inference.choice.tuning.tune import TunedLayer
 from wide.kernels.device import triton_obstacle
-from wide.kernels.route import RouteWeights, split_weights
+from wide.kernels.route.weights import RouteWeights, split_weights
 from wide.plan import Routed
 from wide.vllm.limits import Pruning
 from wide.vllm.operators import attention_sizes, ffn_sizes, measure_once, table_later

@@ -12,7 +12,7 @@ from wide.errors import ConfigError
 from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape, misfit, operator_case
 from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
 from wide.kernels.device import triton_obstacle
-from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.gemv.op import MAX_ROWS
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, ShapeError
-from wide.kernels.reorder import left_to_tiles
-from wide.kernels.reorder.rows_reference import TILE_ROWS
+from wide.kernels.reorder.rows_reference import TILE_ROWS, left_to_tiles
 from wide.models.attach import attachment
 from wide.models.observe import forward_without_head, judging, observe
 

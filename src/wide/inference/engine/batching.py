@@ -19,10 +19,10 @@ from transformers import Cache
 
 from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.engine.views import AttentionCall, needs_zeros
-from wide.kernels.attention_decode import attention_decode
-from wide.kernels.attention_prefill import attention_prefill
+from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.attention_prefill.op import attention_prefill
 from wide.kernels.device import half_obstacle
-from wide.kernels.reorder import reorder_sequences
+from wide.kernels.reorder.op import reorder_sequences
 from wide.models.gates import install_attention_gates
 
 PAGED_ATTENTION = "wide_paged|flash"

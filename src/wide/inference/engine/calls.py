@@ -1,4 +1,7 @@
-"""The three kinds of calls that the engine runs: prompts, steps of decoding, and steps of continuous batching."""
+"""The three kinds of calls that the engine runs: prompts, steps of decoding, and steps of continuous batching.
+
+Each raises `Masked` if the masked model has to compute it.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,8 +13,8 @@ from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
 from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.generation import is_trusted, reason_of
 from wide.inference.engine.inputs import KNOWN, kept_rows, read_padding, unexpected_rows
+from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Memory, has_graph
-from wide.inference.engine.options import ForwardOptions
 from wide.models.gates import cache_of
 
 Kind = Literal["prompt", "step", "paged"]
@@ -31,9 +34,6 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
     Args:
         given: Arguments of the model's forward, by name.
         config: The model's.
-
-    Raises:
-        Masked: If they ask for something that the engine does not compute.
     """
     ids = given.get("input_ids")
     x = given.get("inputs_embeds") if ids is None else ids
@@ -73,9 +73,6 @@ def prompt(
         cache: What the caller gave; None = a new one is made if keys are to be kept.
         given: Arguments of the call.
         config: The model's.
-
-    Raises:
-        Masked: If the masked model has to compute it.
     """
     past = 0 if cache is None or cache.slot is None else cache.tokens
     keeps = given.get("use_cache")
@@ -167,9 +164,6 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
     Args:
         cache: Holds at least a token of each sequence.
         given: Arguments of the call, whose masks and positions are compared unless `generate` made them.
-
-    Raises:
-        Masked: If the masked model has to compute it.
     """
     slot, decoder = cache.slot, memory.decoder
     if slot.decoder is not decoder:
@@ -210,9 +204,6 @@ def paged_step(memory: Memory, ids: Tensor, run: ForwardOptions, given: Mapping[
 
     Args:
         ids: Tokens of all requests, [1, Q].
-
-    Raises:
-        Masked: If the masked model has to compute it.
     """
     if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         memory.claim()

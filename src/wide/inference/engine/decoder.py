@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.inference.engine.cache import KvCache
-from wide.inference.engine.layer import Masks, Residual, run_layer
-from wide.inference.engine.options import ForwardOptions
+from wide.inference.engine.layer import ForwardOptions, Masks, Residual, run_layer
 from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import CacheView, ContinuedView, PromptView, StepView
 from wide.inference.operators.table import OperatorTable
@@ -20,7 +19,7 @@ from wide.inference.reading.weights import AttentionWeights, apply_norm
 
 
 class Decoder:
-    """Runs an attached (or plain) Hugging Face model whose parts it knows, dense, routed or cut, over a cache.
+    """Runs an attached Hugging Face model whose parts it knows, dense, routed or cut, over a cache.
 
     Weights are the model's own: separate query, key and value (and gate and up) projections are moved into one buffer
     each, which their modules then view, so that memory does not double and the model keeps working. In int8 the model
@@ -28,7 +27,7 @@ class Decoder:
     weights need a new Decoder.
 
     Args:
-        model: A causal LM in evaluation mode, LoRA merged.
+        model: An attached causal LM in evaluation mode, LoRA merged.
         max_length: Largest position plus one; None = as many as the model has positions for.
         tables: Which operator skips at which size, for each layer; None = the defaults of `OperatorTable`.
         checked: Compare a short dense forward with the model's own and refuse a model that differs.

@@ -23,8 +23,8 @@ from wide.inference.engine.calls import Answer, Kind, Masked, paged_step, prompt
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.generation import wrap_generation
+from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Memory
-from wide.inference.engine.options import ForwardOptions
 from wide.inference.engine.snapshot import IN_TRAINING, Snapshot
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import REFUSED_COPIES, refuse_gradients
@@ -135,11 +135,7 @@ class Engine:
                 self._memory.claim()
 
     def _read(self) -> None:
-        """Read the model into its straight-line form.
-
-        Raises:
-            UnsupportedModelError: If it has none; until the next reading everything runs masked.
-        """
+        """Read the model into its straight-line form; if it has none, everything runs masked until the next reading."""
         if self._memory is not None and self._memory.decoder.quantised:
             self._memory.decoder.give_back()
         # Reading compares with the model's own forward, which must not come back here.
@@ -217,11 +213,7 @@ class Engine:
         return out.to_tuple() if given.get("return_dict") is False else out
 
     def _run(self, given: Mapping[str, Any]) -> Answer:
-        """Return logits and cache.
-
-        Raises:
-            Masked: If the masked model has to compute it.
-        """
+        """Return logits and cache; raise Masked if the masked model has to compute them."""
         if self._is_reading or self._is_removed:
             raise Masked
         model, control = self._model, self._control

@@ -1,8 +1,11 @@
 """One decoder layer under its routers' masks, as a function of its arguments alone."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,11 +22,33 @@ from wide.inference.reading.weights import (
     apply_norm,
 )
 from wide.kernels.reordering import Reordering
-from wide.kernels.rope import rope_to_cache
-from wide.kernels.route import MAX_FEW_ROWS, norm_route, route
+from wide.kernels.rope.op import rope_to_cache
+from wide.kernels.route.op import MAX_FEW_ROWS, norm_route, route
 
 # A product of more rows is bound by its arithmetic, and slower when a router runs at the same time.
 _MAX_OVERLAPPED_ROWS = 512
+
+
+LayerMasks = Sequence[tuple[Tensor | None, Tensor | None]]
+"""For each layer the attention mask and the FFN mask, bool [tokens, N_G]; None leaves the half to its router."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardOptions:
+    """Options of a forward.
+
+    Args:
+        routed: Whether routers decide and operators skip; otherwise everything is dense and no router runs.
+        table: Which operator skips at which size, in place of the decoder's own tables; None = those.
+        forced: Masks that replace the routers' decisions; the routers run all the same, so that their time counts.
+            Made with `force`.
+        record: Filled with each layer's (attention, FFN) masks in use; None = not wanted.
+    """
+
+    routed: bool = True
+    table: OperatorTable | None = None
+    forced: LayerMasks | None = None
+    record: list[tuple[Tensor | None, Tensor | None]] | None = None
 
 
 class Residual(NamedTuple):
@@ -224,3 +249,18 @@ def _feed_forward(weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, o
     """Return the output of the FFN, [M, D]."""
     ready = options.wait if options.side is not None and options.side.runs else None
     return feed_forward(weights.gated, weights.down, x, mask, options.table, ready=ready)
+
+
+def force(layers: Sequence[LayerWeights], masks: LayerMasks) -> LayerMasks:
+    """Return masks with the always-executing groups that the engine's routers add."""
+    return [
+        (_extend(layer.attention, attention), _extend(layer.ffn, ffn))
+        for layer, (attention, ffn) in zip(layers, masks, strict=True)
+    ]
+
+
+def _extend(part: Sublayer | None, mask: Tensor | None) -> Tensor | None:
+    router = None if part is None else part.router
+    if mask is None or router is None or router.extra == 0:
+        return mask
+    return torch.cat((mask, mask.new_ones(mask.shape[0], router.extra)), 1)

@@ -13,9 +13,8 @@ from torch import Tensor
 from wide.inference.engine.cache import KvCache
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.engine_cache import EngineCache
-from wide.inference.engine.graphs import CapturedStep, GraphPool, capture_prompt, capture_step
-from wide.inference.engine.next_step import NextStep
-from wide.inference.engine.options import ForwardOptions
+from wide.inference.engine.graphs import CapturedStep, GraphPool, NextStep, capture_prompt, capture_step
+from wide.inference.engine.layer import ForwardOptions
 
 _SMALLEST_ROOM = 256
 # Room beyond a prompt where nobody says how many tokens will follow.

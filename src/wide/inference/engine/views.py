@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wide.inference.engine.cache import KvCache
 from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.attention_form import AttentionForm
-from wide.kernels.attention_decode import attention_decode
-from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.clear_skipped import clear_skipped
-from wide.kernels.reorder import reorder_sequences
+from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.attention_prefill.op import attention_prefill
+from wide.kernels.clear_skipped.op import clear_skipped
+from wide.kernels.reorder.op import reorder_sequences
 from wide.kernels.reordering import Reordering, SequenceReordering
 from wide.kernels.tuning import Choice
 

@@ -12,14 +12,13 @@ from torch.nn import functional
 
 from wide.inference.operators.table import DENSE, OperatorTable
 from wide.kernels.device import fixed_backend
-from wide.kernels.gemm_k import gemm_k, gemm_k_rows
-from wide.kernels.gemm_mn import finish_dense, gemm_mn
-from wide.kernels.gemv import MAX_ROWS, gemv_k, gemv_mn
-from wide.kernels.linear_int8 import MAX_ROWS as MAX_INT8_ROWS
-from wide.kernels.linear_int8 import MAX_WHOLE_ROWS, expand_int8, linear_int8, quantise_rows
+from wide.kernels.gemm_k.op import gemm_k, gemm_k_rows
+from wide.kernels.gemm_mn.op import finish_dense, gemm_mn
+from wide.kernels.gemv.op import MAX_ROWS, gemv_k, gemv_mn
 from wide.kernels.linear_int8.op import BACKENDS as INT8_BACKENDS
-from wide.kernels.linear_int8.op import Int8Shape
-from wide.kernels.reorder import reorder, reorder_patterns, reorder_rows
+from wide.kernels.linear_int8.op import MAX_ROWS as MAX_INT8_ROWS
+from wide.kernels.linear_int8.op import MAX_WHOLE_ROWS, Int8Shape, expand_int8, linear_int8, quantise_rows
+from wide.kernels.reorder.op import reorder, reorder_patterns, reorder_rows
 from wide.kernels.reordering import BLOCK_M, PATTERN_GROUPS, Reordering
 from wide.kernels.tuning import Choice
 

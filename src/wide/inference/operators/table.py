@@ -5,7 +5,7 @@ from typing import Literal
 
 from wide.errors import ConfigError
 from wide.kernels import linear_int8
-from wide.kernels.gemv import MAX_ROWS
+from wide.kernels.gemv.op import MAX_ROWS
 from wide.kernels.tuning import Choice
 
 OperatorName = Literal["query", "attention", "output", "gate_up", "down"]

@@ -51,9 +51,35 @@ def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Atte
         cos: Cosines by position, [positions, r].
     """
     module: Any = part.module
+    weight: Any = part.query.weight
+    config: Any = getattr(module, "config", None)
+    if config is None:
+        raise UnsupportedModelError(f"{where} has no configuration that names its attention function")
     cos, sin = cos[None, -_TOKENS:], sin[None, -_TOKENS:]
-    plain, _ = _call(part, torch.ones_like(cos), torch.zeros_like(sin), where)
-    query, options = _call(part, cos, sin, where)
+    seen: list[tuple[Tensor, dict[str, Any]]] = []
+
+    def attention(_: object, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Any:
+        seen.append((query, options))
+        return query.transpose(1, 2).contiguous(), None
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, cos.shape[1], weight.shape[1], generator=generator).to(weight)
+    places = torch.arange(cos.shape[1], device=weight.device)[None]
+    forward: Callable[..., Any] = type(module).forward
+    module.config = copy.copy(config)
+    ALL_ATTENTION_FUNCTIONS[_NAME] = attention
+    try:
+        module.config._attn_implementation = _NAME
+        for angles in ((torch.ones_like(cos), torch.zeros_like(sin)), (cos, sin)):
+            forward(module, hidden, position_embeddings=angles, attention_mask=None, position_ids=places)
+    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedModelError(f"{where} cannot be called on its own: {error}") from error
+    finally:
+        module.config = config
+        del ALL_ATTENTION_FUNCTIONS[_NAME]
+    if len(seen) != 2:
+        raise UnsupportedModelError(f"{where} calls transformers' attention function {len(seen) / 2:g} times, not once")
+    (plain, _), (query, options) = seen
     if options.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"{where} looks ahead (is_causal=False); the engine attends causally")
     unknown = [name for name, value in options.items() if name not in _KNOWN and value is not None]
@@ -72,38 +98,6 @@ def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Atte
         rotates=rotates,
         interleaved=rotates and forms[0],
     )
-
-
-def _call(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> tuple[Tensor, dict[str, Any]]:
-    """Return the queries [1, H_q, T, d] that reach the attention function, and its options."""
-    module: Any = part.module
-    weight: Any = part.query.weight
-    seen: list[tuple[Tensor, dict[str, Any]]] = []
-
-    def attention(_: object, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any) -> Any:
-        seen.append((query, options))
-        return query.transpose(1, 2).contiguous(), None
-
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, cos.shape[1], weight.shape[1], generator=generator).to(weight)
-    places = torch.arange(cos.shape[1], device=weight.device)[None]
-    config: Any = getattr(module, "config", None)
-    if config is None:
-        raise UnsupportedModelError(f"{where} has no configuration that names its attention function")
-    forward: Callable[..., Any] = type(module).forward
-    module.config = copy.copy(config)
-    ALL_ATTENTION_FUNCTIONS[_NAME] = attention
-    try:
-        module.config._attn_implementation = _NAME
-        forward(module, hidden, position_embeddings=(cos, sin), attention_mask=None, position_ids=places)
-    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedModelError(f"{where} cannot be called on its own: {error}") from error
-    finally:
-        module.config = config
-        del ALL_ATTENTION_FUNCTIONS[_NAME]
-    if len(seen) != 1:
-        raise UnsupportedModelError(f"{where} calls transformers' attention function {len(seen)} times, not once")
-    return seen[0]
 
 
 def paired(angles: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
 from wide.inference.reading.pruned import padded_basis, subspaces
-from wide.inference.reading.quantising import Weights
-from wide.inference.reading.stacking import unstack_linears
+from wide.inference.reading.quantising import Weights, unstack_linears
 from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known, require_plain
-from wide.models.attach import attachment, is_attached, plan_of
+from wide.models.attach import attachment
 from wide.models.block_spec import BlockSpec
-from wide.models.discovery import discover, scale_and_cap
-from wide.models.observe import bypass
+from wide.models.discovery import scale_and_cap
 from wide.models.pretrained import peft_adapters
-from wide.plan import EMBEDDING_BASIS, Dense, Following, Plan, Routed, Skipped
+from wide.plan import EMBEDDING_BASIS, Following, Plan, Routed, Skipped
 
 # Kinds of positions whose table does not depend on the length of the sequence at hand.
 _ROPE_TYPES = ("default", "llama3", "linear", "yarn")
@@ -82,16 +79,12 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
             "this model is sharded by FSDP, and the engine reads whole weights; optimise the model before sharding, or "
             "load the checkpoint without FSDP"
         )
-    if is_attached(model):
-        state = attachment(model)
-        plan, tensors = state.plan, state.static_parameters()
-        require_readable(plan, is_replaced=state.replaced is not None, weights=weights)
-        if peft_adapters(model):
-            raise UnsupportedModelError("the engine reads plain weights; merge LoRA first: wide.merge_lora(model)")
-        specs = state.specs
-    else:
-        specs = discover(model)
-        plan, tensors = plan_of(specs, lambda *_: Dense()), {}
+    state = attachment(model)
+    plan, specs = state.plan, state.specs
+    tensors = {} if plan.stream is None else state.static_parameters()
+    require_readable(plan, is_replaced=state.replaced is not None, weights=weights)
+    if peft_adapters(model):
+        raise UnsupportedModelError("the engine reads plain weights; merge LoRA first: wide.merge_lora(model)")
     base = whole.base_model
     for name in ("norm", "rotary_emb"):
         if getattr(base, name, None) is None:
@@ -102,7 +95,7 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
     lists = [part for part in base.children() if specs[0].layer in part.children()]
     require_known(base, (embed, base.norm, *lists), type(base).__name__, _INPUT_MULTIPLIER)
     embedding = embed.weight.detach()
-    scale, cap = scale_and_cap(model)
+    scale, cap = scale_and_cap(whole.config)
     if max_length is None:
         max_length = _longest(config)
     norm = read_norm(base.norm, "last norm")
@@ -193,7 +186,7 @@ def require_readable(plan: Plan, *, is_replaced: bool, weights: str) -> None:
 
 
 def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max_length: int) -> None:
-    """Compare logits of a few tokens with the model's own, dense ones where it has routers.
+    """Compare logits of a few tokens with an attached model's own, dense ones where it has routers.
 
     Raises UnsupportedModelError if they differ by more than rounding: the model has a part that was overlooked.
     """
@@ -205,8 +198,8 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
         0, weight.shape[0], (1, min(_PROBE_TOKENS, max_length)), generator=torch.Generator().manual_seed(0)
     )
     ids = ids.to(weight.device)
-    is_routed = is_attached(model) and attachment(model).plan.is_routed
-    with torch.no_grad(), bypass(model) if is_routed else nullcontext():
+    state = attachment(model)
+    with torch.no_grad(), state.control.having(enabled=not state.plan.is_routed):
         wanted = whole(ids, use_cache=False).logits.float()
     error = ((runs(ids).float() - wanted).norm() / wanted.norm()).item()
     if not error <= _TOLERANCE[weight.dtype]:

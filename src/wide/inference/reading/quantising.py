@@ -1,4 +1,4 @@
-"""Int8 weights of a model's linear layers: made layer by layer, while the model's own wait in host memory."""
+"""How the engine takes linear layers: stacked in one buffer, or as int8 copies, whose own weights wait on the host."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
-from wide.inference.reading.stacking import stack
 from wide.kernels.device import HALF
-from wide.kernels.int8 import hadamard
-from wide.kernels.linear_int8 import quantise_int8
+from wide.kernels.int8 import hadamard, quantise_int8
 
 WEIGHTS = ("model", "int8", "w8a8")
 """Formats of the weights under the routers: the model's own dtype, or int8 with a scale for each output channel; with
@@ -154,3 +152,40 @@ def _refuse_copies(*_arguments: Any) -> Any:
 
 REFUSED_COPIES = dict.fromkeys(("__deepcopy__", "__reduce_ex__"), _refuse_copies)
 """Attributes of a module that cannot be copied or pickled."""
+
+
+def unstack_linears(linears: Sequence[nn.Linear]) -> None:
+    """Give every parameter memory of its own again, so that saving and sharding see independent tensors."""
+    for linear in linears:
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()
+
+
+def stack(parameters: Sequence[Tensor]) -> Tensor:
+    """Return weights [sum of N, ...] one below the other; the parameters become views of them.
+
+    What is stacked already stays where it is, so memory holds the weights once.
+    """
+    first, sizes = parameters[0].detach(), [parameter.shape[0] for parameter in parameters]
+    if len(parameters) == 1:
+        return first
+    if _lie_together(parameters):
+        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+    both = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, piece in zip(parameters, both.split(sizes), strict=True):
+        parameter.data = piece
+    return both
+
+
+def _lie_together(parameters: Sequence[Tensor]) -> bool:
+    """Return whether each parameter follows the one before it in the same storage."""
+    place = parameters[0].data_ptr()
+    storage = parameters[0].untyped_storage().data_ptr()
+    for parameter in parameters:
+        if not parameter.is_contiguous() or parameter.untyped_storage().data_ptr() != storage:
+            return False
+        if parameter.data_ptr() != place:
+            return False
+        place += parameter.nbytes
+    return True

@@ -14,8 +14,8 @@ from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.reading.attention_form import AttentionForm, paired, read_form
 from wide.inference.reading.pruned import Subspace, read_projections
 from wide.inference.reading.quantising import Weights
-from wide.kernels.rms_norm import rms_norm
-from wide.kernels.route import RouteWeights, split_weights
+from wide.kernels.rms_norm.op import rms_norm
+from wide.kernels.route.weights import RouteWeights, split_weights
 from wide.models.block_spec import BlockSpec, FeedForwardSpec, SublayerSpec, plain_linear
 from wide.models.gates import GATE_NAME, ROUTER_NAME
 from wide.models.router import Router

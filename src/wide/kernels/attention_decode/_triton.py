@@ -224,7 +224,9 @@ def attention_decode(
     num_pairs = batch * units.num_units
     num_programs = facts.num_sms * chosen.programs_per_sm
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    parts = _partial_results((num_programs + num_pairs) * heads, head_dim, q.device)
+    # Outputs, maxima and sums of parts, cut from one allocation.
+    slots = (num_programs + num_pairs) * heads
+    parts = q.new_empty(slots * (head_dim + 2), dtype=torch.float32).split([slots * head_dim, slots, slots])
     ends = torch.empty(num_pairs, dtype=torch.int32, device=q.device)
     block_d = triton.next_power_of_2(head_dim)
     # Pages belong to no sequence: only places inside them have a stride.
@@ -244,9 +246,3 @@ def attention_decode(
         out, *parts, ends, num_pairs, num_programs, BLOCK_P=_MERGE_BLOCK, **shape, num_warps=4
     )
     return out
-
-
-def _partial_results(num_slots: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return room for outputs, maxima and sums, cut from one allocation."""
-    room = torch.empty(num_slots * (head_dim + 2), dtype=torch.float32, device=device)
-    return room.split([num_slots * head_dim, num_slots, num_slots])

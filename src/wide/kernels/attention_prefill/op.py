@@ -58,11 +58,8 @@ def attention_prefill(
         runs: First key that each query sees, and the place behind its last one, int32 [2, T_q], neither ever falling:
             queries and keys of several sequences one behind the other. Wants B = 1 and no window (which the first
             keys can hold). None = causal.
-        window: Keys that a query sees at most, itself included (sliding window); None = all.
-        soft_cap: Bound c of the scores, c * tanh(score / c); None = unbounded.
-        scale: Factor of the scores; None = 1 / sqrt(d).
+        window: As in `attention_decode`, like `soft_cap`, `scale` and `tile`.
         zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
-        tile: The backend's own, such as `PrefillTile`; None takes a default for the device.
 
     Returns:
         [B, T_q, H_q, d] in the dtype of `q`, accumulated in float32.

@@ -38,13 +38,6 @@ def _reference(values: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Clear skipped groups by the fastest backend that runs on the device, and return `values`.
-
-    Raises ShapeError if tensors do not fit.
-
-    Args:
-        values: As in `clear_skipped`; changed.
-        mask: As in `clear_skipped`.
-    """
+    """Call `clear_skipped` with the fastest backend that runs on the device, and return `values`."""
     clear_skipped(values, mask, backend=fixed_backend(values.device))
     return values

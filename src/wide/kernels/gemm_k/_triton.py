@@ -5,7 +5,6 @@ slab) is an earlier launch on the same stream. The end of the file describes til
 kernels that store each row once.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -144,52 +143,37 @@ def gemm_k(
         chosen = chosen._replace(weights_by=0)
     num_rows, width = order.index.shape[1], weight.shape[0]
     out = h.new_empty(num_rows, width, dtype=dtype or h.dtype)
-    run = functools.partial(_launch, h, weight, order, group_size, chosen, (x_scale, scale))
+    block_n, block_k, tma = chosen.block_n, chosen.block_k, chosen.weights_by == 1
+    pieces = triton.cdiv(order.block_m * block_n * 4, _REARRANGED_BYTES)
+
+    def launch(into: torch.Tensor, column: int, num_columns: int, bias: torch.Tensor | None, *, reduces: bool) -> None:
+        parts = num_columns // block_n
+        # The last slab may be narrower: its run must divide it too.
+        run = math.gcd(parts, chosen.run)
+        grid = (min(order.tiles.shape[0] * parts // run, chosen.ctas_per_sm * device_facts(h.device).num_sms),)
+        _gemm_k_kernel[grid](
+            h, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if tma else weight, into, bias, order.index,
+            order.patterns, order.counts, order.tiles, order.num_tiles, x_scale, scale,
+            num_rows, parts // run, column,
+            h.stride(0), weight.stride(0), into.stride(0),
+            S=order.groups_per_block, G=group_size, BLOCK_M=order.block_m, BLOCK_N=block_n, BLOCK_K=block_k, RUN=run,
+            PIECES=min(4, pieces), REDUCES=reduces, BY_TMA=tma,
+            PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
+            num_stages=chosen.num_stages, num_warps=chosen.num_warps,
+        )  # fmt: skip
+
     if order.counts.numel() == 1 and order.keeps_empty:
         # One sort covers all groups: every row is in exactly one tile and is written once.
-        run(out, 0, width, bias, reduces=False)
+        launch(out, 0, width, bias, reduces=False)
         return out
     slab = min(chosen.slab or width, width)
     # One float32 slab is reused for all columns, so that reductions stay in the second-level cache.
     total = torch.zeros(num_rows, slab, dtype=torch.float32, device=h.device)
     for column in range(0, width, slab):
         columns = min(slab, width - column)
-        run(total, column, columns, None, reduces=True)
+        launch(total, column, columns, None, reduces=True)
         _drain(total[:, :columns], out, column, bias, clears=column + slab < width)
     return out
-
-
-def _launch(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    order: PatternReordering,
-    group_size: int,
-    tile: KTile,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    out: torch.Tensor,
-    column: int,
-    num_columns: int,
-    bias: torch.Tensor | None,
-    *,
-    reduces: bool,
-) -> None:
-    """Compute some columns of the product, from `column` on, as the first ones of `out`."""
-    block_n, block_k = tile.block_n, tile.block_k
-    tma = tile.weights_by == 1
-    parts = num_columns // block_n
-    # The last slab may be narrower: its run must divide it too.
-    run = math.gcd(parts, tile.run)
-    pieces = triton.cdiv(order.block_m * block_n * 4, _REARRANGED_BYTES)
-    grid = (min(order.tiles.shape[0] * parts // run, tile.ctas_per_sm * device_facts(h.device).num_sms),)
-    _gemm_k_kernel[grid](
-        h, TensorDescriptor.from_tensor(weight, [block_n, block_k]) if tma else weight, out, bias, order.index,
-        order.patterns, order.counts, order.tiles, order.num_tiles, *scales,
-        order.index.shape[1], parts // run, column,
-        h.stride(0), weight.stride(0), out.stride(0),
-        S=order.groups_per_block, G=group_size, BLOCK_M=order.block_m, BLOCK_N=block_n, BLOCK_K=block_k, RUN=run,
-        PIECES=min(4, pieces), REDUCES=reduces, BY_TMA=tma, PRECISION="ieee" if h.dtype == torch.float32 else "tf32",
-        num_stages=tile.num_stages, num_warps=tile.num_warps,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -105,12 +105,7 @@ def gemm_k_rows(
     Accumulates in float32, in one order for each row. Skipped channels of `h` are never read into a product.
 
     Args:
-        h: [M, K], rows contiguous.
-        weight: [N, K].
-        order: Rows in one order over all groups (`reorder_rows`).
-        group_size: Channels of a group, G; up to 128 groups.
-        bias: [N]; added to every row.
-        x_scale: See `gemm_k`, as for `scale` and `dtype`.
+        order: Rows in one order over all of up to 128 groups (`reorder_rows`); other arguments are as in `gemm_k`.
     """
     num_groups = _check_sum("gemm_k_rows", h, weight, group_size=group_size, bias=bias)
     if num_groups > MAX_GROUPS:

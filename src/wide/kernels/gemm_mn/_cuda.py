@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wide.kernels.clear_skipped import cleared
+from wide.kernels.clear_skipped.op import cleared
 from wide.kernels.device import cuda_obstacle, device_facts, hopper_step
 from wide.kernels.dispatch import Candidate, require
 from wide.kernels.gemm_mn.op import BACKENDS, MnShape

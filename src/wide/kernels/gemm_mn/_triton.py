@@ -168,7 +168,8 @@ def _weight_arguments(
 
 
 @triton.jit
-def _activate(values, ACTIVATION: tl.constexpr):
+def activate(values, ACTIVATION: tl.constexpr):
+    """Return the activation of float32 values."""
     if ACTIVATION == "silu":
         values = values / (1.0 + tl.exp(-values))
     elif ACTIVATION == "gelu_tanh":
@@ -282,7 +283,7 @@ def _gemm_mn_kernel(
                 up = up.to(tl.float32) * row_scale * tl.load(UP_SCALE + column + channels)[None, :]
         if BIAS is not None:
             values += tl.load(BIAS + column + channels).to(tl.float32)[None, :]
-        values = _activate(values, ACTIVATION)
+        values = activate(values, ACTIVATION)
         if GATED:
             if UP_BIAS is not None:
                 up += tl.load(UP_BIAS + column + channels).to(tl.float32)[None, :]
@@ -317,7 +318,7 @@ def _gated_kernel(
     inside = channels < N
     gate = tl.load(BOTH + row * stride_both + channels, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(BOTH + row * stride_both + N + channels, mask=inside, other=0.0).to(tl.float32)
-    values = _activate(gate, ACTIVATION) * up
+    values = activate(gate, ACTIVATION) * up
     if MASK is not None:
         executes = tl.load(MASK + row * stride_m + (channels // G) * stride_g, mask=inside, other=0)
         values = tl.where(executes != 0, values, 0.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wide.errors import ShapeError
-from wide.kernels.clear_skipped import cleared
+from wide.kernels.clear_skipped.op import cleared
 from wide.kernels.device import fixed_backend
 from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.gemm_mn.reference import ACTIVATIONS, activate, gemm_mn_reference

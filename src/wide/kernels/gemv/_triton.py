@@ -15,6 +15,7 @@ import triton.language as tl
 
 from wide.kernels.device import DeviceFacts, device_facts, elementwise_obstacle, halves_only
 from wide.kernels.dispatch import listed
+from wide.kernels.gemm_mn._triton import activate
 from wide.kernels.gemv.op import K_BACKENDS, MN_BACKENDS
 
 # Channels that the K-axis kernel treats as one piece of a group.
@@ -66,19 +67,6 @@ def default_k_tile(facts: DeviceFacts, *, is_long: bool) -> GemvTile:
 
 
 @triton.jit
-def _activate(values, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        values = values / (1.0 + tl.exp(-values))
-    if ACTIVATION == "gelu_tanh":
-        inner = 1.5957691216057308 * (values + 0.044715 * values * values * values)
-        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
-        values = values / (1.0 + tl.exp(-inner))
-    if ACTIVATION == "relu2":
-        values = tl.maximum(values, 0.0) * tl.maximum(values, 0.0)
-    return values
-
-
-@triton.jit
 def _gemv_mn(
     X, WEIGHT, UP_WEIGHT, BIAS, UP_BIAS, SCALE, UP_SCALE, MASK, OUT,
     stride_xm, stride_wn, stride_un, stride_mm,
@@ -126,7 +114,7 @@ def _gemv_mn(
             up_acc *= tl.load(UP_SCALE + channels)[:, None]
     if BIAS is not None:
         acc += tl.load(BIAS + channels).to(tl.float32)[:, None]
-    acc = _activate(acc, ACTIVATION)
+    acc = activate(acc, ACTIVATION)
     if IS_GATED:
         if BIAS is not None:
             up_acc += tl.load(UP_BIAS + channels).to(tl.float32)[:, None]

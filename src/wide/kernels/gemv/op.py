@@ -108,12 +108,9 @@ def gemv_k(
 
     Args:
         h: [M, K] with M in 1..4; skipped channels may hold anything; last stride 1.
-        weight: [N, K] in the dtype of `h`, or int8; last stride 1.
         mask: True = execute, bool [M, N_G] with N_G * G = K.
-        bias: [N], contiguous; added to every row.
-        scale: Of int8 weights, float32 [N].
-        rotation: As in `gemv_mn`; a block stays in its group.
-        tile: The backend's own, such as `GemvTile`; None takes a default for the device.
+        bias: [N], contiguous; added to every row. Other arguments are as in `gemv_mn`.
+        rotation: A block stays in its group.
 
     Returns:
         [M, N] in the dtype of `h`, accumulated in float32; the same bits in every run.

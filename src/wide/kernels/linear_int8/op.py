@@ -1,4 +1,7 @@
-"""Dense products with int8 weights as operators of torch, and rows in int8."""
+"""Dense products with int8 weights as operators of torch, and rows in int8.
+
+All raise ShapeError if tensors do not fit, and UnsupportedBackendError if the backend cannot run here.
+"""
 
 from typing import NamedTuple
 
@@ -79,10 +82,6 @@ def linear_int8(
     Returns:
         [M, N], or [M, N / 2] of gated FFNs, in the dtype of `x` or the one that is given, accumulated in float32 or
         int32.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ShapeError(f"linear_int8 wants x [M, K] with last stride 1, got {tuple(x.shape)}, strides {x.stride()}")
@@ -115,10 +114,6 @@ def quantise_rows(
         mask: bool [M, N_G], any strides; N_G divides K. Channels of other groups count as zero, whatever they hold.
         rotation: What blocks of channels are multiplied by before they are rounded, [b, b] in the dtype of `x`; b is
             16, 32 or 64 and divides a group.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
     """
     if x.dim() != 2 or x.stride(1) != 1 or 0 in x.shape:
         raise ShapeError(f"quantise_rows wants x [M, K] with last stride 1, got {tuple(x.shape)}, strides {x.stride()}")
@@ -138,12 +133,7 @@ def quantise_rows(
 
 @operator(lambda weight, dtype: weight.new_empty(weight.shape, dtype=dtype))
 def expand_int8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, backend: str) -> torch.Tensor:
-    """Return int8 weights [N, K], contiguous, times their float32 scales [N], in a floating-point dtype.
-
-    Raises:
-        ShapeError: If tensors do not fit.
-        UnsupportedBackendError: If the backend cannot run here.
-    """
+    """Return int8 weights [N, K], contiguous, times their float32 scales [N], in a floating-point dtype."""
     check_tensor("expand_int8", "weight", weight, torch.int8, weight.shape[:2])
     check_tensor("expand_int8", "scale", scale, torch.float32, weight.shape[:1])
     return EXPAND_BACKENDS.run(backend, weight.device, AnyShape(dtype), weight, scale, dtype)

@@ -26,11 +26,6 @@ _SORT_CHUNKS = (128, 512)
 _MAX_BYTES_READ = 2**25
 
 
-def _chunk_rows(num_rows: int) -> int:
-    """Return the rows of a chunk: enough chunks to fill a GPU, few enough that summing their counts stays cheap."""
-    return 128 if num_rows <= 4096 else 256
-
-
 @BACKENDS.register("triton", needs=elementwise_obstacle)
 def reorder(
     mask: torch.Tensor, *, block_m: int
@@ -64,7 +59,8 @@ def _place_rows(
     descriptors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
 ) -> None:
     num_sequences, num_rows, num_groups = mask.shape
-    chunk = _chunk_rows(num_rows)
+    # Enough chunks to fill a GPU, few enough that summing their counts stays cheap.
+    chunk = 128 if num_rows <= 4096 else 256
     num_chunks = triton.cdiv(num_rows, chunk)
     # Padded to a whole vector of the loads that follow.
     padded = triton.cdiv(num_rows, 16) * 16
@@ -205,12 +201,6 @@ def _list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M: tl.constexpr, BAN
         tl.store(NUM_TILES + 1, num_short)
 
 
-def _rows_sorted(num_rows: int, num_blocks: int, bins: int) -> int:
-    """Return the rows that one program sorts."""
-    small, large = _SORT_CHUNKS
-    return small if num_blocks * triton.cdiv(num_rows, small) ** 2 * bins * 4 <= _MAX_BYTES_READ else large
-
-
 @PATTERNS_BACKENDS.register("triton", needs=elementwise_obstacle)
 def reorder_patterns(
     mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool
@@ -226,7 +216,8 @@ def reorder_patterns(
     tiles = torch.empty(num_blocks * max_row_tiles, 2, **new)
     num_tiles = torch.empty(1, **new)
     bins = max(32, 2**groups_per_block)
-    chunk = _rows_sorted(num_rows, num_blocks, bins)
+    small, large = _SORT_CHUNKS
+    chunk = small if num_blocks * triton.cdiv(num_rows, small) ** 2 * bins * 4 <= _MAX_BYTES_READ else large
     num_chunks = triton.cdiv(num_rows, chunk)
     histogram = torch.empty(num_blocks, num_chunks, bins, **new)
     codes = torch.empty(num_blocks, num_chunks * chunk, dtype=torch.uint8, device=mask.device)

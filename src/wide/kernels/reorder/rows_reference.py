@@ -23,12 +23,8 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     of these rows do. Buckets lie by descending number of rows that execute their group, first the one of rows that
     execute nothing. In a bucket, rows are sorted by the Gray rank of their pattern, downwards, over up to 32 of the
     groups more frequent than its own, the group that the fewest rows *of the bucket* execute most significant; ties by
-    row. A rare group
-    spares most tiles when it has been sorted out of them, and divides rows least for that; which groups are rare
-    differs from bucket to bucket.
-
-    Args:
-        mask: True = execute, bool [M, N_G].
+    row. A rare group spares most tiles when it has been sorted out of them, and divides rows least for that; which
+    groups are rare differs from bucket to bucket.
 
     Source: docs/results/operators.md.
     """
@@ -57,13 +53,10 @@ def left_to_tiles(mask: torch.Tensor) -> float:
 
 
 def row_keys(mask: torch.Tensor) -> torch.Tensor:
-    """Return what rows are sorted by: the bucket, above the Gray rank within it.
+    """Return what rows are sorted by, int64 [M]: the bucket, above the Gray rank within it.
 
     Args:
         mask: Of one chunk, bool [M, N_G].
-
-    Returns:
-        int64 [M].
     """
     num_rows, num_groups = mask.shape
     executes = mask[:, mask.sum(0).argsort(stable=True)]

@@ -64,10 +64,7 @@ def norm_route(
     """Return (x + addend, RMSNorm of it, mask) for few rows, in one kernel.
 
     Args:
-        x: Residual stream, [M, D] with M in 1..16, last stride 1.
-        weight: Of the norm, [D].
-        addend: Output of the sublayer before, as `x`.
-        unit_offset: Whether the norm's factor is 1 + weight (Gemma).
+        x: Residual stream, [M, D] with M in 1..16, last stride 1; arguments of the norm are as in `rms_norm`.
         reads_residual: Whether the router reads the sum instead of the normed rows.
     """
     total, normed, mask = _norm_route(x, weight, addend, weights, eps, unit_offset, reads_residual, backend)

@@ -12,8 +12,8 @@ from wide.inference.choice.layer_sizes import candidates as candidates_of
 from wide.inference.choice.tuning.products import choice_name, exact_mask, normal, shipped_name
 from wide.inference.choice.tuning.race import Call, Race, relative
 from wide.inference.operators.table import DENSE
-from wide.kernels.attention_prefill import attention_prefill
-from wide.kernels.reorder import reorder_sequences
+from wide.kernels.attention_prefill.op import attention_prefill
+from wide.kernels.reorder.op import reorder_sequences
 from wide.kernels.tuning import Choice
 
 # Dense peers round to bfloat16 as well.

@@ -16,9 +16,9 @@ from wide.inference.choice.layer_sizes import LayerSizes, candidates, operator_c
 from wide.inference.choice.tuning.race import Call, Race, relative
 from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.operators.table import DENSE, SUMS, OperatorName
-from wide.kernels.gemv import MAX_ROWS
-from wide.kernels.linear_int8 import quantise_int8
-from wide.kernels.reorder import left_to_tiles
+from wide.kernels.gemv.op import MAX_ROWS
+from wide.kernels.int8 import quantise_int8
+from wide.kernels.reorder.rows_reference import left_to_tiles
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice
 
