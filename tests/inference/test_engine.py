@@ -27,8 +27,8 @@ from transformers import (
 from wide.config import WideConfig
 from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.engine import memory as memory_module
+from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.graphs import CapturedStep, NextStep
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Slot

@@ -192,7 +192,21 @@ def threshold_of(table: Sequence[tuple[float, float]], sparsity: float) -> float
     require(Real, sparsity, "sparsity", "a number in [0, 1)")
     if not 0.0 <= sparsity < 1.0:
         raise ConfigError(f"sparsity must lie in [0, 1), got {sparsity}; 0.5 skips half of the work")
-    return -math.inf if sparsity == 0.0 else _interpolate(table, sparsity)
+    if sparsity == 0.0:
+        return -math.inf
+    if not table:
+        raise ConfigError("no calibrated thresholds in this adapter; leave --sparsity out, or pass threshold=")
+    # The ends may miss a round number by the noise of the calibration.
+    low, high = table[0][0] - 0.01, table[-1][0] + 0.01
+    if not low <= sparsity <= high:
+        raise ConfigError(
+            f"sparsity {sparsity:g} lies outside what this adapter is calibrated for, {table[0][0]:.3f} to "
+            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside"
+        )
+    for (s0, t0), (s1, t1) in pairwise(table):
+        if s0 <= sparsity <= s1:
+            return t0 + (sparsity - s0) / (s1 - s0) * (t1 - t0)
+    return table[0][1] if sparsity < table[0][0] else table[-1][1]
 
 
 def _measure(
@@ -264,19 +278,3 @@ def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:
         if point[1] < kept[0][1] and point[0] < kept[0][0]:
             kept.insert(0, point)
     return kept
-
-
-def _interpolate(table: Sequence[tuple[float, float]], sparsity: float) -> float:
-    if not table:
-        raise ConfigError("no calibrated thresholds in this adapter; leave --sparsity out, or pass threshold=")
-    # The ends may miss a round number by the noise of the calibration.
-    low, high = table[0][0] - 0.01, table[-1][0] + 0.01
-    if not low <= sparsity <= high:
-        raise ConfigError(
-            f"sparsity {sparsity:g} lies outside what this adapter is calibrated for, {table[0][0]:.3f} to "
-            f"{table[-1][0]:.3f} (and 0, which is dense); choose one inside"
-        )
-    for (s0, t0), (s1, t1) in pairwise(table):
-        if s0 <= sparsity <= s1:
-            return t0 + (sparsity - s0) / (s1 - s0) * (t1 - t0)
-    return table[0][1] if sparsity < table[0][0] else table[-1][1]

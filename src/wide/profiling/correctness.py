@@ -224,7 +224,6 @@ def check_batch(model: Any, decoder: Decoder, ids: Tensor, *, trained: bool = Fa
     """Compare sequences that run at once with some of them alone, which `check_decoder` compares with the masked model.
 
     Args:
-        model: The attached model of the decoder.
         decoder: By its own tables, which choose operators for as many rows as there are sequences in a step.
         ids: Prompts that differ, [B, T]; of each some tokens run, the last of them as steps.
         trained: As for `reference`.

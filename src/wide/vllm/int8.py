@@ -68,8 +68,7 @@ class _Int8(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Put int8 values in the place of the weight, with a scale for each output channel of this rank.
 
-        Raises:
-            UnsupportedModelError: If the weight holds NaN or infinity.
+        Raises UnsupportedModelError if the weight holds NaN or infinity.
         """
         weight: Any = layer.weight
         rotation = None if self.parts is None else hadamard(weight.shape[1] // self.parts, weight.detach())

@@ -77,11 +77,7 @@ def read_pruning(config: Any) -> Pruning:
 
 
 def read_weights(config: Any) -> str:
-    """Return the format in which weights are kept, one of `WEIGHTS`.
-
-    Raises:
-        ConfigError: If it is none of them.
-    """
+    """Return the format in which weights are kept; raises ConfigError if it is none of `WEIGHTS`."""
     form = getattr(config, FORM, "model")
     if form not in WEIGHTS:
         raise ConfigError(f"unknown {FORM} {form!r}; choose one of {list(WEIGHTS)}")
@@ -184,28 +180,23 @@ def record_prompts(vllm_config: Any) -> None:
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
-    """Refuse a number of ranks that does not divide the groups of every half.
-
-    Raises:
-        ConfigError: The message names the half and the numbers of ranks that would do.
-    """
+    """Refuse a number of ranks that does not divide the groups of every half (ConfigError)."""
     for index, layer in enumerate(plan.layers):
         for name, half in layer.halves():
-            if isinstance(half, Routed) and half.grouping.num_groups % ranks:
-                groups = half.grouping.num_groups
-                fitting = [size for size in range(1, groups + 1) if groups % size == 0]
-                raise ConfigError(
-                    f"--tensor-parallel-size {ranks} does not divide the {groups} groups of the {name} of layer "
-                    f"{index}; sizes that do: {fitting}"
-                )
+            if isinstance(half, Routed):
+                _require_divides(ranks, half.grouping.num_groups, f"groups of the {name} of layer {index}")
+
+
+def _require_divides(ranks: int, size: int, what: str) -> None:
+    if size % ranks:
+        fitting = [each for each in range(1, size + 1) if size % each == 0]
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} does not divide the {size} {what}; sizes that do: {fitting[:12]}"
+        )
 
 
 def read_shape(config: Any) -> ModelShape:
-    """Return what is left of the layers of a static checkpoint.
-
-    Raises:
-        UnsupportedModelError: If the residual stream was cut.
-    """
+    """Return what is left of a static checkpoint's layers; raises UnsupportedModelError if the stream was cut."""
     shape = typed(ModelShape, config.wide_shape, "config.json: wide_shape")
     if shape.stream is not None:
         raise UnsupportedModelError(
@@ -248,12 +239,7 @@ def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
         if isinstance(padded, int) and padded > config.intermediate_size:
             sizes["channels"] = layer.channels
         for name, size in sizes.items():
-            if size % ranks:
-                fitting = [each for each in range(1, size + 1) if size % each == 0]
-                raise ConfigError(
-                    f"--tensor-parallel-size {ranks} does not divide the {size} {name} of layer {index}; "
-                    f"sizes that do: {fitting[:12]}"
-                )
+            _require_divides(ranks, size, f"{name} of layer {index}")
 
 
 def padded_channels(layer: LayerShape, ranks: int) -> Any:

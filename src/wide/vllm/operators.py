@@ -135,36 +135,17 @@ def _decide(x: Tensor, router: RouteWeights, counts: Tensor, table: OperatorTabl
 
 @functools.cache
 def ffn_sizes(hidden_size: int, width: int, groups: int, weights: str) -> LayerSizes:
-    """Return what measurements of an FFN depend on; the attention's sizes are none of any layer."""
-    return LayerSizes(
-        hidden_size=hidden_size,
-        query_width=1,
-        head_dim=1,
-        num_kv_heads=1,
-        attention_groups=1,
-        ffn_width=width,
-        ffn_groups=groups,
-        is_gated=True,
-        weights=weights,
-    )
+    """Return what measurements of an FFN depend on."""
+    return LayerSizes(hidden_size=hidden_size, ffn_width=width, ffn_groups=groups, is_gated=True, weights=weights)
 
 
 @functools.cache
 def attention_sizes(
     hidden_size: int, query_width: int, groups: int, kv_heads: int, head_dim: int, weights: str
 ) -> LayerSizes:
-    """Return what measurements of an attention depend on; the FFN's sizes are none of any layer."""
-    return LayerSizes(
-        hidden_size=hidden_size,
-        query_width=query_width,
-        head_dim=head_dim,
-        num_kv_heads=kv_heads,
-        attention_groups=groups,
-        ffn_width=1,
-        ffn_groups=1,
-        is_gated=False,
-        weights=weights,
-    )
+    """Return what measurements of an attention depend on."""
+    heads: dict[str, Any] = {"query_width": query_width, "head_dim": head_dim, "num_kv_heads": kv_heads}
+    return LayerSizes(hidden_size=hidden_size, attention_groups=groups, weights=weights, **heads)
 
 
 @functools.cache

@@ -103,14 +103,11 @@ class _Builder(FlashAttentionMetadataBuilder):
 
 
 def split_step(lengths: Tensor, queries: Tensor) -> tuple[int, int]:
-    """Return how many requests of one token come before the first prompt, and how many keys the others read.
+    """Return how many requests of one token come before the first prompt, and how many keys others read, 0 if all new.
 
     Args:
         lengths: Keys of each request, those of this step included, or more; int64 [B] on the host.
         queries: New tokens of each request, int64 [B] on the host.
-
-    Returns:
-        The second is 0 where all keys are new.
     """
     ahead = int((queries != 1).long().argmax())
     cached = not torch.equal(lengths[ahead:], queries[ahead:])

@@ -25,8 +25,7 @@ from wide.vllm.operators import attention_sizes, ffn_sizes, measure_once, table_
 def exchange(layers: Iterable[nn.Module], pruning: Pruning) -> None:
     """Put wide's modules in the place of the routed sublayers of vLLM's decoder layers.
 
-    Raises:
-        UnsupportedModelError: If an attention scales its queries by position.
+    Raises UnsupportedModelError if an attention scales its queries by position.
     """
     for index, (layer, plan) in enumerate(zip(layers, pruning.plan.layers, strict=True)):
         known: Any = layer
@@ -44,11 +43,7 @@ class _AfterLoading(QuantizeMethodBase):
         """Create nothing: the router has made its parameters."""
 
     def apply(self, *_args: Any, **_options: Any) -> Tensor:
-        """Refuse, since a router is no linear layer.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Raise NotImplementedError, since a router is no linear layer."""
         raise NotImplementedError
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

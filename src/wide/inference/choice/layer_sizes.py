@@ -23,7 +23,7 @@ from wide.kernels.tuning import Case, Choice
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """What measurements of a layer's operators depend on.
+    """What measurements of a layer's operators depend on; of one half alone the other's sizes are left out.
 
     Args:
         hidden_size: D.
@@ -39,13 +39,13 @@ class LayerSizes:
     """
 
     hidden_size: int
-    query_width: int
-    head_dim: int
-    num_kv_heads: int
-    attention_groups: int
-    ffn_width: int
-    ffn_groups: int
-    is_gated: bool
+    query_width: int = 1
+    head_dim: int = 1
+    num_kv_heads: int = 1
+    attention_groups: int = 1
+    ffn_width: int = 1
+    ffn_groups: int = 1
+    is_gated: bool = False
     weights: str = "model"
 
     def grouped(self, name: OperatorName) -> tuple[int, int, int]:

@@ -151,7 +151,6 @@ class PagedView:
         """Return the attention output [Q, H_q, d] of queries [Q, H_q, d] whose keys `memory` has taken.
 
         Args:
-            q: Queries.
             mask: bool [Q, N_G]; None = everything executes.
             window: Keys that a query sees at most; None = all.
             zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.

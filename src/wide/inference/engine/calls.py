@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
-from wide.inference.engine.engine_cache import EngineCache
+from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.generation import is_trusted, reason_of
 from wide.inference.engine.inputs import KNOWN, kept_rows, read_padding, unexpected_rows
 from wide.inference.engine.layer import ForwardOptions
@@ -33,7 +33,6 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
 
     Args:
         given: Arguments of the model's forward, by name.
-        config: The model's.
     """
     ids = given.get("input_ids")
     x = given.get("inputs_embeds") if ids is None else ids
@@ -72,7 +71,6 @@ def prompt(
         x: Tokens [B, T], or their embeddings [B, T, D].
         cache: What the caller gave; None = a new one is made if keys are to be kept.
         given: Arguments of the call.
-        config: The model's.
     """
     past = 0 if cache is None or cache.slot is None else cache.tokens
     keeps = given.get("use_cache")

@@ -19,9 +19,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from wide.errors import NotAttachedError, UnsupportedModelError, is_out_of_memory
 from wide.inference.engine.batching import PagedBatching, handed_on
+from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.calls import Answer, Kind, Masked, paged_step, prompt, read_call, step
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.generation import wrap_generation
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Memory

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import DynamicCache, StaticCache
 
-from wide.inference.engine.engine_cache import EngineCache
+from wide.inference.engine.cache import EngineCache
 from wide.models.gates import cache_name, cache_of
 
 _PLAIN = "wide_reason"

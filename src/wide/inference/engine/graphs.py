@@ -58,13 +58,7 @@ class GraphPool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CapturedStep:
-    """A decode step that replays a graph: tokens [B] in, logits [B, V] out, overwritten by the next call.
-
-    Args:
-        graph: Reads `ids` and writes `logits`.
-        ids: int64 [B].
-        logits: [B, V].
-    """
+    """A decode step that replays a graph: tokens, int64 [B], in, logits [B, V] out, overwritten by the next call."""
 
     graph: torch.cuda.CUDAGraph
     ids: Tensor

@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from wide.inference.engine.cache import KvCache
+from wide.inference.engine.cache import EngineCache, KvCache
 from wide.inference.engine.decoder import Decoder
-from wide.inference.engine.engine_cache import EngineCache
 from wide.inference.engine.graphs import CapturedStep, GraphPool, NextStep, capture_prompt, capture_step
 from wide.inference.engine.layer import ForwardOptions
 
@@ -108,11 +107,7 @@ class Slot:
 
 
 class Memory:
-    """All memory of one decoder. Whoever uses it holds the lock and calls `claim` (or `join`, then `take`) first.
-
-    Args:
-        decoder: Whose keys and values it holds.
-    """
+    """All memory of one decoder. Whoever uses it holds the lock and calls `claim` (or `join`, then `take`) first."""
 
     def __init__(self, decoder: Decoder, lock: "threading.RLock") -> None:  # type: ignore[valid-type]
         self.decoder, self.lock = decoder, lock

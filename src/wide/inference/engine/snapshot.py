@@ -20,7 +20,6 @@ class Snapshot:
     """Modules, weights, routers, hooks and forwards of a model at one moment.
 
     Args:
-        model: Attached.
         copied: Modules of whose weights the engine has copies.
         own_hooks: Numbers of the hooks that wide put on it.
 
@@ -29,7 +28,6 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, copied: Sequence[nn.Module], own_hooks: Set[int]) -> None:
-        """Look at all modules."""
         self._model, self._copied, self._own_hooks = model, copied, own_hooks
         self._parts = [part for part in model.modules() if part is not model]
         self._forwards = [vars(part).get("forward") for part in self._parts]

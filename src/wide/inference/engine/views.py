@@ -29,8 +29,6 @@ class AttentionCall(NamedTuple):
     """What a layer tells its view.
 
     Args:
-        form: Scale, window and soft cap.
-        table: Which operator runs.
         order: The reordering of the query product, if one was made.
         wait: Waits for a router on another stream, before the mask is read.
     """
@@ -80,13 +78,7 @@ class CacheView(Protocol):
 
 
 class PromptView:
-    """Several new tokens of each sequence, of which all have the same number of earlier ones.
-
-    Args:
-        batch: Sequences.
-        length: New tokens of each.
-        past: Earlier tokens of each.
-    """
+    """Several new tokens of each sequence, of which all have the same number of earlier ones, `past`."""
 
     is_step = False
 
@@ -137,7 +129,6 @@ class ContinuedView:
     """Several new tokens of one sequence behind earlier ones, whose number only the device knows: for CUDA graphs.
 
     Args:
-        length: New tokens.
         starts: Earlier tokens, int32 [1].
     """
 

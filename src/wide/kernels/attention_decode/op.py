@@ -17,12 +17,7 @@ _MAX_PAIRS = 16384
 
 
 class DecodeShape(NamedTuple):
-    """What a backend may refuse.
-
-    Args:
-        heads: Query heads of one KV head and one group.
-        is_paged: Whether keys and values lie in pages.
-    """
+    """What a backend may refuse; `heads` are query heads of one KV head and one group."""
 
     dtype: torch.dtype
     head_dim: int

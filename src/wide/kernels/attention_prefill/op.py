@@ -16,11 +16,7 @@ _NAME = "attention_prefill"
 
 
 class PrefillShape(NamedTuple):
-    """What a backend may refuse.
-
-    Args:
-        heads: Query heads of one KV head and one group.
-    """
+    """What a backend may refuse; `heads` are query heads of one KV head and one group."""
 
     dtype: torch.dtype
     head_dim: int

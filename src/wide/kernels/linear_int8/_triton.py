@@ -18,13 +18,7 @@ _MAX_SEGMENT = 256
 
 
 class Int8Tile(NamedTuple):
-    """How one program is cut.
-
-    Args:
-        block_n: Output channels of a tile.
-        block_k: Input channels of a pipeline stage.
-        rows: Rows of a tile.
-    """
+    """How one program is cut: output channels and rows of a tile, and input channels of a pipeline stage."""
 
     block_n: int
     block_k: int

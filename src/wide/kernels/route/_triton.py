@@ -29,12 +29,7 @@ _DIFFERENCES = 4096
 
 
 class RouteTile(NamedTuple):
-    """Tile of the kernel for many rows.
-
-    Args:
-        block_k: Channels of a pipeline stage.
-        block_g: Groups decided at a time.
-    """
+    """Tile of the kernel for many rows: channels of a pipeline stage, and groups decided at a time."""
 
     block_m: int
     block_k: int
