@@ -15,11 +15,7 @@ from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, ScoredTasks
 
 
 def arguments(methods: Sequence[str] = (), only_in_files: Collection[str] = ()) -> Arguments:
-    """Return the flags of the command.
-
-    Args:
-        only_in_files: Further methods that configuration files may have settings of, to serve many comparisons.
-    """
+    """Return the flags; files may also have settings of `only_in_files`, to serve many comparisons."""
     flags = Arguments(
         "compare",
         "Run a grid of methods, sparsities and seeds, and print one table.",

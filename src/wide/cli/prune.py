@@ -35,11 +35,7 @@ class MethodOptions:
 
 
 def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Arguments:
-    """Return the flags of the command for a method; those of others are refused.
-
-    Args:
-        in_files: Keys of configuration files, which may have settings of other methods, too, to serve several.
-    """
+    """Return the flags of a method; others' are refused, but files may have settings of the methods `in_files`."""
     flags = Arguments(
         "prune",
         "Prune a model: train routers to a sparsity (stage 1), then LoRA with them (stage 2, with --recover.steps). "

@@ -114,11 +114,7 @@ class GridOptions(Checked):
         return [int(number) for number in numbers]
 
     def cells(self, *, recovers: bool) -> list[Cell]:
-        """Return all cells of the grid: the dense model first, then sparsity by sparsity.
-
-        Args:
-            recovers: Whether there are rows with LoRA; the dense model then has a cell for every seed.
-        """
+        """Return all cells: the dense model, for every seed where rows have LoRA, then sparsity by sparsity."""
         seeds = self.seed_values
         cells = [Cell(DENSE, 0.0, seed) for seed in (seeds if recovers else seeds[:1])]
         for sparsity in self.sparsity_values:
@@ -139,10 +135,8 @@ class GridOptions(Checked):
 class CompareRequest:
     """Everything that one comparison is told.
 
-    Args:
-        settings: Of every row, the dense model's included, by name.
-        stage: Training of routers; its sequence length packs the calibration text of all methods.
-        recover: LoRA for all rows; None leaves it out.
+    `settings` are those of every row by name, the dense model's included; `stage` packs the text of all methods;
+    without `recover` there is no LoRA.
     """
 
     run: RunOptions

@@ -45,11 +45,7 @@ _COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "
 
 
 class ComparisonRun:
-    """One `wide compare`.
-
-    Args:
-        debug: Whether a cell that fails ends the run with its error.
-    """
+    """One `wide compare`; with `debug` a cell that fails ends the run with its error."""
 
     def __init__(
         self, request: CompareRequest, folder: RunFolder, *, command: Sequence[str], debug: bool = False
@@ -66,9 +62,8 @@ class ComparisonRun:
     def run(self) -> None:
         """Run the cells that are not finished, and draw tables and page, also of a comparison that is stopped.
 
-        Raises:
-            EvaluationError: If cells failed; the others are measured and the tables drawn then.
-            KeyboardInterrupt: After Ctrl-C or SIGTERM; training has written a checkpoint then.
+        Raises EvaluationError if cells failed, when the others are measured and drawn, and KeyboardInterrupt after
+        Ctrl-C or SIGTERM, when training has written a checkpoint.
         """
         with stoppable(self._cells.kept), self._folder:
             self._prepare()

@@ -175,14 +175,10 @@ def blocks_of_texts(
     seed: int = 17,
     shorten: bool = False,
 ) -> TokenBlocks:
-    """Return the packed blocks of texts that are in memory already.
+    """Return the packed blocks of texts that are in memory already; blank ones are left out.
 
-    Raises DataError if there is no text, or too little for one block.
-
-    Args:
-        texts: One text a document; blank ones are left out.
-        seed: Of the order in which `batch_at` visits the blocks.
-        shorten: Whether texts too short for one block are a block by themselves.
+    With `shorten`, texts too short for one block are a block by themselves. Raises DataError if there is no text, or
+    too little for one block.
     """
     documents = [Document(name=f"text:{i}", text=text) for i, text in enumerate(texts) if text.strip()]
     if not documents:

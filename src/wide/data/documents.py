@@ -29,13 +29,9 @@ _LONGEST_CELL = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text.
+    """One text, never blank; its name never changes, because the split depends on it.
 
     Raises DataError if the text holds half of a character.
-
-    Args:
-        name: Says where it comes from; stable, because the split depends on it.
-        text: The text, never blank.
     """
 
     name: str

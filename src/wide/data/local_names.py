@@ -42,11 +42,7 @@ def as_transformers_takes(name: str) -> tuple[str, dict[str, str]]:
 
 
 def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str = "") -> str | None:
-    """Return what is wrong with the name of a model that can be loaded from nowhere; None if it may be loaded.
-
-    Args:
-        cache: Folder of the hub's cache; None means the usual one.
-    """
+    """Return why a model can be loaded from nowhere, None if it may be; `cache` is as the hub's library has it."""
     if is_gguf(name):
         return None if Path(name).is_file() else f"there is no file {name!r} to load a model from; check the path"
     if Path(name).exists():

@@ -55,11 +55,7 @@ def without_bars() -> Iterator[None]:
 
 
 def progress(items: Iterable[T], *, title: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
-    """Yield the items and show how far the work is: a bar where standard error is a terminal, lines elsewhere.
-
-    Args:
-        total: Number of items, where known and not the length of `items`.
-    """
+    """Yield the items and show how far the work is: a bar where standard error is a terminal, lines elsewhere."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     yield from bar_of(items, desc=title, total=total, unit=unit)

@@ -27,12 +27,7 @@ _TOKENS, _STARTS, _FACTS = "tokens.uint32", "starts.int64", "facts.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStream:
-    """Documents as one stream of ids.
-
-    Args:
-        tokens: Ids, uint32 `[L]`.
-        starts: Positions at which documents begin, int64, ascending.
-    """
+    """Documents as one stream of ids, uint32 `[L]`, and the places where they begin, int64, ascending."""
 
     tokens: npt.NDArray[np.uint32]
     starts: npt.NDArray[np.int64]

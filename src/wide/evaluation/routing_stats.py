@@ -109,11 +109,7 @@ class RoutingStats:
 class Pairs:
     """How two binary variables went together, for several pairs of variables at once.
 
-    Args:
-        total: Observations of each pair, float64.
-        first: Of those, the first variable was True.
-        second: Of those, the second variable was True.
-        both: Of those, both were True.
+    Of all observations, float64, those in which the first, the second, or both were True.
     """
 
     total: Tensor
@@ -138,11 +134,7 @@ class Pairs:
 
 
 class HalfCounter:
-    """Sums over the masks of one sublayer, on their device, exact.
-
-    Args:
-        positions: Tokens in a sequence, T, at most.
-    """
+    """Sums over the masks of one sublayer, on their device, exact; `positions` is the largest T."""
 
     def __init__(self, positions: int, num_groups: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -339,14 +331,7 @@ def _decisions(router: Router, hidden: Tensor) -> Tensor:
 
 
 def mean_by_distance(matrix: Tensor) -> tuple[float | None, ...]:
-    """Return the mean of a square matrix's entries at |i - j| = 1, 2, ... up to `MAX_DISTANCE`.
-
-    Args:
-        matrix: `[N_G, N_G]`, NaN where not defined.
-
-    Returns:
-        One value per distance, None where no entry is defined.
-    """
+    """Return the mean of `[N_G, N_G]` at each |i - j| from 1 to `MAX_DISTANCE`, NaN left out; None if all are."""
     last = min(MAX_DISTANCE, matrix.shape[0] - 1)
     means = [float(matrix.diagonal(distance).nanmean()) for distance in range(1, last + 1)]
     return _numbers(torch.tensor(means, dtype=matrix.dtype))

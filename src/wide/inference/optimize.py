@@ -199,11 +199,7 @@ def _require_measurements(
     dtype: torch.dtype,
     command: str | None,
 ) -> None:
-    """Measure a GPU or shapes that nothing is known of, or say what runs without.
-
-    Args:
-        command: What measures these shapes, for the message that names it; None = they are measured now.
-    """
+    """Measure shapes that nothing is known of; where a `command` is given that does it, say what runs without."""
     if not any(layer.attention or layer.ffn for layer in layers):
         return
     if device.type != "cuda":

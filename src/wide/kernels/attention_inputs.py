@@ -17,10 +17,7 @@ class HeadUnits:
 
     A group may be one KV head, several KV heads, or a fraction of the query heads of one KV head. A unit is the largest
     run of query heads for which both are the same, so a kernel reads K and V once for all its heads. Raises ShapeError
-    if the heads cannot be shared out.
-
-    Args:
-        num_query_heads: H_q; the other two numbers divide it.
+    if the heads cannot be shared out: the other two numbers must divide theirs.
     """
 
     num_query_heads: int
@@ -49,15 +46,9 @@ class HeadUnits:
 def check_keys_and_values(
     operator: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_paged: bool = False
 ) -> None:
-    """Refuse K and V that do not fit each other or the queries.
+    """Refuse K and V [B, T_k, H_k, d] that do not fit each other or queries [..., H_q, d] (ShapeError).
 
-    Raises ShapeError if shapes, dtypes or strides do not fit.
-
-    Args:
-        q: [..., H_q, d].
-        k: [B, T_k, H_k, d]; any strides of the first three dimensions.
-        v: As `k`.
-        is_paged: Whether K and V are pages, which no sequence owns.
+    Any strides of the first three dimensions do; where K and V are paged, no sequence owns them.
     """
     if k.dim() != 4 or 0 in k.shape:
         raise ShapeError(f"{operator} wants k and v [B, T_k, H_k, d], got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -76,8 +67,7 @@ def check_score_options(operator: str, window: int | None, soft_cap: float | Non
 def score_factors(scale: float | None, soft_cap: float | None, head_dim: int) -> tuple[float, float, float]:
     """Return how kernels with a softmax of base 2 turn products of q and k into exponents.
 
-    Returns:
-        Factor of the (capped) scores, then for a soft cap c the factor inside exp2(...) of tanh, and c itself.
+    That is the factor of the (capped) scores, then for a soft cap c the factor inside exp2(...) of tanh, and c.
     """
     factor = head_dim**-0.5 if scale is None else scale
     if soft_cap is None:

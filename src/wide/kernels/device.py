@@ -23,13 +23,9 @@ def hopper_step(dtype: torch.dtype) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
-    """What tile choices and tables need to know of a device.
+    """What tile choices and tables need to know of a device; of the host the name is 'cpu' and the capability 0.
 
-    Args:
-        name: As the driver reports it; 'cpu' on the host.
-        capability: Compute capability times ten, e.g. 90; 0 on the host.
-        num_sms: Streaming multiprocessors; 1 on the host.
-        shared_memory_bytes: Largest shared memory of one block.
+    The capability is that of CUDA times ten, e.g. 90; shared memory is the largest of one block.
     """
 
     name: str

@@ -98,12 +98,7 @@ class Backend:
 
 
 class Backends:
-    """The backends of one operator; iterating over them gives their names and imports all of them.
-
-    Args:
-        operator: Its name, for messages.
-        package: The package of its folder.
-    """
+    """The backends of one operator, in the folder of its package; iterating gives their names and imports them."""
 
     def __init__(self, operator: str, package: str | None) -> None:
         self.operator = operator

@@ -89,8 +89,7 @@ def int8_options(
 ) -> dict[str, Any]:
     """Return what a product of int8 rows and weights hands to backends, nothing for other products.
 
-    Raises:
-        ShapeError: If int8 rows come without scales or the dtype of their product, or others with them.
+    Raises ShapeError if int8 rows come without scales or the dtype of their product, or others with them.
     """
     is_int8 = x.dtype == torch.int8
     given = {"x_scale": x_scale, "scale": scale, "dtype": dtype}

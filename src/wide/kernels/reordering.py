@@ -34,12 +34,7 @@ class Reordering(NamedTuple):
 
 
 class SequenceReordering(NamedTuple):
-    """Per sequence and group the ascending list of positions that execute it (for attention).
-
-    Args:
-        index: Positions in the sequence, int32 [B, N_G, T]; the first `counts[b, g]` are meant.
-        counts: Active positions, int32 [B, N_G].
-    """
+    """Per sequence and group the positions that execute it, ascending, int32 [B, N_G, T], and their count [B, N_G]."""
 
     # Nobody searches these tuples, so hiding tuple.index is harmless.
     index: torch.Tensor  # type: ignore[assignment]

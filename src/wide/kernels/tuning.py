@@ -122,12 +122,9 @@ def shipped_path(device_name: str) -> Path:
 
 
 class TuningTable:
-    """Measured choices on disk.
+    """Measured choices in a JSON file, which need not exist; None means tuning.json in `cache_folder()`.
 
     Raises ConfigError if the file is not a table of choices.
-
-    Args:
-        path: The JSON file; it need not exist. None means tuning.json in `cache_folder()`.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -78,11 +78,8 @@ class BlockGates:
     """Scores a causal LM without some of its sublayers; between calls the model is as it was.
 
     `ids` are calibration windows, int64 `[N, T]`; the outputs of all layers on one micro-batch of them are held in
-    memory. `effort` counts the tokens read so far.
-
-    Raises:
-        NotAttachedError: If the model has routers or a plan already.
-        UnsupportedModelError: If its structure is unknown, or the FFN of a layer is.
+    memory. `effort` counts the tokens read so far. Raises NotAttachedError if the model has routers or a plan already,
+    and UnsupportedModelError if its structure, or the FFN of a layer, is unknown.
     """
 
     def __init__(self, model: nn.Module, ids: Tensor, batch_size: int) -> None:

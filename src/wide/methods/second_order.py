@@ -88,12 +88,8 @@ def unit_scores(inverse_gram: Tensor, rows: Tensor, moments: Tensor, unit_size: 
     """Return how much each unit matters, `[C / unit_size]`; the least goes first.
 
     It is `<B_g, G_g> + 1/2 tr(B_g^T (H^-1_gg)^-1 B_g)`, the first-order plus the second-order term of the released
-    code; the paper takes the first one absolute.
-
-    Args:
-        inverse_gram: `H^-1` of the channels that are left, `[C, C]`.
-        rows: Their weights B, `[C, M]`.
-        moments: Their rows of `G = H B` of the unpruned matrix, `[C, M]`.
+    code; the paper takes the first one absolute. `H^-1` is of the channels that are left, `[C, C]`, as are the rows of
+    B and of `G = H B` of the unpruned matrix, `[C, M]`.
     """
     second = curvature_of_units(inverse_gram, rows, unit_size) / 2
     return (rows * moments).sum(1).unflatten(0, (-1, unit_size)).sum(1) + second

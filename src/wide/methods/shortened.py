@@ -74,11 +74,8 @@ def taylor_scores(gates: BlockGates) -> Scores:
 
     W * dL/dW is summed over micro-batches in float32 before the absolute value. With one micro-batch every gradient is
     dropped as soon as it was read; with more a float32 copy of all layers' parameters is held. The model is left as it
-    was.
-
-    Raises:
-        UnsupportedModelError: If a parameter of a layer has no gradient, as quantised ones.
-        EvaluationError: If a score is not finite.
+    was. Raises UnsupportedModelError if a parameter of a layer has no gradient, as quantised ones, and EvaluationError
+    if a score is not finite.
     """
     model, batches = gates.model, gates.ids.split(gates.batch_size)
     device, predicted = model_device(model), num_predicted(gates.ids)

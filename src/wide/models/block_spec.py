@@ -15,12 +15,9 @@ NormScope = Literal["none", "head", "width"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SublayerSpec:
-    """A sublayer of a decoder layer.
+    """A sublayer of a decoder layer; its `module` receives hidden states `[B, T, D]`, normed by `pre_norm`.
 
-    Args:
-        module: Its `forward` receives hidden states `[B, T, D]`, normed where a norm comes before it.
-        pre_norm: The norm whose input is the residual stream that this sublayer reads; None when there is none.
-        post_norm: The norm of its output, before that is added to the stream; None when there is none.
+    `pre_norm` reads the residual stream, and `post_norm` the output before that is added to it; either may be None.
     """
 
     projections: ClassVar[tuple[str, ...]]
@@ -68,12 +65,9 @@ class AttentionSpec(SublayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForwardSpec(SublayerSpec):
-    """The FFN of a decoder layer.
+    """The FFN of a decoder layer, of `width` intermediate channels.
 
-    Args:
-        up: Up projection; with `fused_gate` it holds the gate rows first, then the up rows.
-        gate: Gate projection of a gated FFN; None when fused or when there is no gate.
-        width: Intermediate channels (of the activation's output).
+    With `fused_gate` the rows of the gate come first in `up`; `gate` is None then, and where there is no gate.
     """
 
     projections = ("gate", "up", "down")
@@ -87,13 +81,7 @@ class FeedForwardSpec(SublayerSpec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSpec:
-    """One decoder layer.
-
-    Args:
-        index: Position in the stack, from 0.
-        hidden_size: Channels of the residual stream, D.
-        ffn: None where the FFN cannot be routed (mixture of experts), for the reason `ffn_reason`.
-    """
+    """One decoder layer; `index` counts from 0. `ffn` is None where it cannot be routed, for `ffn_reason`."""
 
     index: int
     layer: nn.Module

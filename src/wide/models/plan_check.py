@@ -19,11 +19,8 @@ _PROBE_ROWS = 3
 def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:
     """Refuse a plan that cannot be executed on a model, or tensors that are not the plan's.
 
-    On the meta device only names and shapes of tensors are looked at.
-
-    Raises:
-        ShapeError: If sizes, names or values do not fit; the message names those that do.
-        UnsupportedModelError: If the structure does not allow what the plan says.
+    On the meta device only names and shapes of tensors are looked at. Raises ShapeError if sizes, names or values do
+    not fit, and says which do; UnsupportedModelError if the structure does not allow what the plan says.
     """
     if len(plan.layers) != len(specs):
         raise ShapeError(f"the plan has {len(plan.layers)} layers, the model {len(specs)}")

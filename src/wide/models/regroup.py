@@ -30,11 +30,9 @@ class RegroupedChannels:
     """Puts the channels of some routed FFNs into another order, and back, bit for bit; parameters stay the same.
 
     Under `bypass` the channels stay where they are: the function is the dense one. `orders` say by the names of
-    `order_name`, int64 `[F]`, which old channel lies at each new place.
-
-    Raises:
-        ShapeError: If a name is unknown, an order is no permutation of the layer's channels, or its FFN is not routed.
-        UnsupportedModelError: If a layer is quantised or offloaded, or its FFN is another function afterwards.
+    `order_name`, int64 `[F]`, which old channel lies at each new place. Raises ShapeError if a name is unknown, an
+    order is no permutation of the layer's channels, or its FFN is not routed; UnsupportedModelError if a layer is
+    quantised or offloaded, or its FFN is another function afterwards.
     """
 
     def __init__(self, specs: Sequence[BlockSpec], plan: Plan, orders: Mapping[str, Tensor]) -> None:

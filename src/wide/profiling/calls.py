@@ -74,12 +74,8 @@ class _FirstToken(StoppingCriteria):
 def generate_us(model: Any, ids: Tensor, count: int) -> tuple[float, float, Tensor]:
     """Return the microseconds of a greedy `generate()` to the first token and of each further one, and all tokens.
 
-    Raises EvaluationError if it made another number of tokens.
-
-    Args:
-        model: Without an end-of-sequence token in its generation config.
-        ids: Prompts without padding, [B, T].
-        count: New tokens, at least 2.
+    Prompts [B, T] are without padding, and the model without an end-of-sequence token; at least 2 tokens are new.
+    Raises EvaluationError if it made another number of them.
     """
     first = _FirstToken()
     told = {
@@ -100,14 +96,9 @@ def race_calls(
 ) -> tuple[dict[str, dict[str, Timing]], dict[str, int]]:
     """Time calls of candidates, one after the other in an order that rotates, for some seconds.
 
-    Args:
-        candidates: Each is called once or twice before, so that graphs are captured and kernels compiled.
-        ids: Prompts, [B, T].
-        calls: 'forward', 'generate' or both.
-
-    Returns:
-        Times of `FORWARD`, `FIRST` and `STEP` by candidate, and the most bytes held during its calls; of the model as
-        loaded beyond those held before.
+    The calls 'forward', 'generate' or both get prompts [B, T], once or twice before, so that graphs are captured and
+    kernels compiled. Return times of `FORWARD`, `FIRST` and `STEP` by candidate, and the most bytes held during its
+    calls; of the model as loaded beyond those held before.
     """
     samples: dict[str, dict[str, list[float]]] = {each.name: {} for each in candidates}
     peaks: dict[str, int] = {}
@@ -193,14 +184,10 @@ def _batch(manager: Any, prompts: Sequence[list[int]], new: int) -> tuple[float,
 def race_batches(
     candidates: Sequence[Candidate], requests: int, prompt: int, new: int, *, quick: bool
 ) -> dict[str, dict[str, float]]:
-    """Return medians of `batch_figures` by candidate, and the number of samples of each.
+    """Return medians of `batch_figures` by candidate, and the number of samples of each; at least 2 tokens are new.
 
     Sessions of candidates follow each other in an order that rotates, and each frees its cache before the next begins,
-    so that memory holds one.
-
-    Args:
-        candidates: What runs; the model as loaded has one session.
-        new: Tokens that follow, at least 2.
+    so that memory holds one; the model as loaded has one session.
     """
     samples: dict[str, list[dict[str, float]]] = {each.name: [] for each in candidates}
     began = time.perf_counter()
@@ -239,12 +226,8 @@ def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) ->
 def batch_agreement(model: Any, prompt: int, new: int) -> dict[str, float]:
     """Return how often `model(...)` prefers the tokens of `generate()`, and those of a batch, after what came before.
 
-    It reads a prompt, then token by token, since int8 rounds prompts and steps in different ways. Tokens that tie with
-    the best one count as preferred: rounding decides among them.
-
-    Args:
-        model: Optimised.
-        prompt: Tokens of each of three ragged prompts, at most.
+    An optimised model reads three ragged prompts, then token by token, since int8 rounds prompts and steps in different
+    ways. Tokens that tie with the best one count as preferred: rounding decides among them.
     """
     generator = torch.Generator().manual_seed(3)
     lengths = [max(1, prompt - 37 * row) for row in range(3)]

@@ -130,12 +130,9 @@ def places(length: int, device: torch.device) -> Tensor:
 def check_decoder(decoder: Decoder, wanted: Reference) -> Gate:
     """Compare a decoder, by its own tables, with the masked model, under forced masks and with the routers deciding.
 
-    The prompt's last tokens also run as steps over the cache of the others, and on a GPU a captured prompt and step
-    are compared with direct calls.
-
-    Returns:
-        Relative errors of the logits, the share of decisions that differ where routers decide, which operators and
-        kernels ran, and `green`.
+    The prompt's last tokens also run as steps over the cache of the others, and on a GPU a captured prompt and step are
+    compared with direct calls. Return relative errors of the logits, the share of decisions that differ where routers
+    decide, which operators and kernels ran, and `green`.
     """
     ids, at, length = wanted.ids, wanted.at, wanted.ids.shape[1]
     cache = decoder.new_cache(1, length)
@@ -223,14 +220,9 @@ def _stepped(decoder: Decoder, ids: Tensor, masks: LayerMasks) -> tuple[Tensor, 
 def check_batch(model: Any, decoder: Decoder, ids: Tensor, *, trained: bool = False) -> Gate:
     """Compare sequences that run at once with some of them alone, which `check_decoder` compares with the masked model.
 
-    Args:
-        decoder: By its own tables, which choose operators for as many rows as there are sequences in a step.
-        ids: Prompts that differ, [B, T]; of each some tokens run, the last of them as steps.
-        trained: As for `reference`.
-
-    Returns:
-        The greatest relative error of a sequence's logits under the same masks, operators and kernels of a step, and
-        `green`.
+    Prompts [B, T] differ; of each some tokens run, the last of them as steps, by the decoder's tables for so many rows.
+    Return the greatest relative error of a sequence's logits under the same masks, operators and kernels of a step, and
+    `green`.
     """
     ids = ids[:, :_BATCH_TOKENS]
     routing: Sequence[LayerRouting] = _half_masks(model, ids)

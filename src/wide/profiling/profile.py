@@ -83,10 +83,7 @@ Record = dict[str, Any]
 def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say: Say, backend: str = "auto") -> bool:
     """Check and time a model, write endtoend.json after every shape, and return whether all gates were green.
 
-    Raises EvaluationError if `generate()` or a batch fails.
-
-    Args:
-        backend: Of the operators; 'auto' follows measurements, 'torch' is for a try without a GPU.
+    The backend 'torch' is for a try without a GPU. Raises EvaluationError if `generate()` or a batch fails.
     """
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)

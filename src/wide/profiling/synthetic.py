@@ -22,13 +22,9 @@ _PASSES = 4
 
 
 def random_model(shape: str, *, num_layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a Llama of a known shape with random weights, in evaluation mode.
+    """Return a Llama of a shape in `SHAPES` with random weights, in evaluation mode, of `num_layers` or all layers.
 
     Raises ConfigError if the shape is unknown.
-
-    Args:
-        shape: Key of `SHAPES`.
-        num_layers: Decoder layers; None = as the shape says.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -62,12 +58,7 @@ def set_shares(model: Any, ids: Tensor, skipped: tuple[float, float] | list[tupl
 
 @torch.no_grad()
 def skipped_shares(model: Any, ids: Tensor, last: int | None = None) -> tuple[float, float]:
-    """Return the shares of (token, group) pairs that attention and FFN skip, measured; 0 where nothing routes.
-
-    Args:
-        ids: Tokens, [1, T].
-        last: Of how many tokens at the end; None = of all.
-    """
+    """Return the shares of pairs that attention and FFN skip, of the last or all tokens [1, T]; 0 without routers."""
     counter, counted = SkipCounter(model), torch.ones_like(ids, dtype=torch.bool)
     counted[:, : -last if last else 0] = False
     with counter.watching():

@@ -29,12 +29,9 @@ Drawn = tuple[list[Path], list[str]]
 
 
 def draw_folder(path: Path, output: Path | None = None) -> Drawn:
-    """Draw the report of a run, a comparison or a bench, which may be a run of a study, STUDY/NAME.
+    """Draw the report of a run, a comparison or a bench, or a run of a study, STUDY/NAME, into it or `output`.
 
     Raises DataError if there is nothing to draw, and MissingExtraError if matplotlib is not installed.
-
-    Args:
-        output: Folder of the page; None is the folder that is drawn.
     """
     folder, output = read_folder(path), output or path
     if folder.is_comparison:

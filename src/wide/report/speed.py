@@ -25,13 +25,7 @@ _FORWARD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchFile:
-    """What one file of a bench holds.
-
-    Args:
-        about: Device and date of the measurement.
-        command: What measured.
-        notes: What was left out, in words.
-    """
+    """What one file of a bench holds: device and date, the command, what was left out in words, and rows."""
 
     name: str
     path: str

@@ -63,12 +63,7 @@ class Forecast:
         say(f"settings\n{yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)}")
 
     def prune(self, blocks: TokenBlocks, later: TokenBlocks | None, expected: str) -> None:
-        """Say what `wide prune` costs.
-
-        Args:
-            later: The text of stage 2, if there is one.
-            expected: How long the method takes, in words; empty where it cannot say.
-        """
+        """Say what `wide prune` costs; `later` is the text of stage 2, `expected` how long the method takes."""
         asked, parts = self._request, dict[str, float]()
         assert isinstance(asked, PruneRequest)
         if asked.is_papers:
@@ -155,14 +150,9 @@ class Forecast:
 def check_fits(
     model: Any, stage: StageConfig, *, distils: bool, device: torch.device, dtype: str, may_shard: bool
 ) -> None:
-    """Refuse a stage that the memory is too small for, before the base is loaded.
+    """Refuse a stage that the memory is too small for, before the base is loaded; the model has no weights.
 
-    Raises TrainingError if it does not fit; the message says what would.
-
-    Args:
-        model: Without weights.
-        distils: Whether the loss compares with the dense model.
-        may_shard: Whether the processes of the run may share the base.
+    With `may_shard` the processes of the run may share the base. Raises TrainingError, which says what would fit.
     """
     world = num_processes()
     told: dict[str, Any] = {"distils": distils, "dtype": dtype, "world": world}

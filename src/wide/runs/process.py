@@ -55,11 +55,8 @@ def say(text: str = "") -> None:
 def held(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     """Hold a folder for the length of the block; yields False, and does not wait, where another process holds it.
 
-    The system gives the lock back when the process ends, by `kill -9` too. Raises OSError if the file system has no
-    locks.
-
-    Args:
-        shared: Whether others may hold it as well, as far as they share it, too.
+    If it is `shared`, others may hold it as shared, too. The system gives the lock back when the process ends,
+    by `kill -9` too. Raises OSError if the file system has no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)

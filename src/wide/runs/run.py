@@ -50,12 +50,9 @@ _STAGES = {
 
 
 class Run:
-    """One run of `wide prune` or `wide recover`.
+    """One run of `wide prune` or `wide recover`; a dry run refuses what it can, says what the run costs, and ends.
 
     Raises TrainingError if the memory of the host is too small, or a dry run finds that of the GPU to be.
-
-    Args:
-        dry_run: Whether to refuse what can be refused and say what the run costs, and end there.
     """
 
     def __init__(

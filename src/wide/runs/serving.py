@@ -290,13 +290,9 @@ def listening(host: str, port: int) -> list[socket.socket]:
 def serve(
     model: Any, tokenizer: Any, name: str, options: ServerOptions, sockets: Sequence[socket.socket] | None = None
 ) -> None:
-    """Answer requests until Ctrl-C or SIGTERM, which ends within ten seconds.
+    """Answer requests until Ctrl-C or SIGTERM, which ends within ten seconds, at bound sockets or new ones.
 
     Raises ConfigError if the address cannot be had; KeyboardInterrupt when it was stopped.
-
-    Args:
-        model: A causal LM in evaluation mode, attached, optimised or neither.
-        sockets: Bound ones; None binds them.
     """
     sockets = list(sockets or listening(options.host, options.port))
     longest = longest_input(model)

@@ -284,11 +284,7 @@ class LoraOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What any run is told.
-
-    Args:
-        recover: Stage 2; None leaves it out.
-    """
+    """What any run is told; without `recover` there is no stage 2."""
 
     run: RunOptions
     objective: ObjectiveConfig

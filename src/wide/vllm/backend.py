@@ -56,11 +56,7 @@ class WideTransformersForCausalLM(Reporting, TransformersForCausalLM):
 
 
 def _mask(sublayer: nn.Module, last: nn.Module, router: Router) -> None:
-    """Clear skipped groups of what a sublayer projects back, by a mask that its input decides.
-
-    Args:
-        last: Its last projection, whose input [1, M, C] holds the groups of this rank.
-    """
+    """Clear skipped groups of what reaches a sublayer's last projection, [1, M, C], as its input decides."""
     masks: list[Tensor] = []
 
     def decide(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -19,11 +19,7 @@ _FFN = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def quantise_linears(model: nn.Module, form: str) -> None:
-    """Have the linear layers of a model and its head keep int8 weights as soon as they have been read, or drawn.
-
-    Args:
-        form: One of `WEIGHTS`; 'model' changes nothing.
-    """
+    """Have the linear layers and the head keep weights in one of `WEIGHTS` as soon as they have been read, or drawn."""
     if form == "model":
         return
     kinds = LinearBase | ParallelLMHead
@@ -52,11 +48,9 @@ class _Saved:
 
 
 class _Int8(LinearMethodBase):
-    """What vLLM asks to prepare a layer and to multiply by it.
+    """What vLLM asks to prepare a layer and to multiply by it; with `int8_rows` many rows are int8, too.
 
-    Args:
-        int8_rows: Whether rows are quantised where they are many.
-        parts: Groups of input channels, in which blocks are rotated; None = nothing is.
+    Blocks of input channels are rotated inside `parts` groups; None = none is.
     """
 
     def __init__(self, name: str, saved: _Saved, *, int8_rows: bool, parts: int | None) -> None:

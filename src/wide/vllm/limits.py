@@ -28,12 +28,9 @@ _LOGGER = logging.getLogger("vllm.wide")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruning:
-    """What a checkpoint's configuration says of its routers.
+    """What a checkpoint's configuration says of its routers: thresholds in force by (layer, half), of routed ones.
 
-    Args:
-        thresholds: In force, by (layer, half); a half that is not routed has none.
-        executed: Expected share of (token, group) pairs that execute, by which tables of measurements are read.
-        weights: Their format, as `read_weights`.
+    `executed` is the expected share of pairs, by which tables of measurements are read.
     """
 
     plan: Plan
@@ -111,9 +108,8 @@ class Limits:
     def verify_and_update_config(vllm_config: Any) -> None:
         """Refuse what wide's modules do not do.
 
-        Raises:
-            ConfigError: If an option of vLLM does not go with them, or groups do not divide among the ranks.
-            UnsupportedModelError: If the checkpoint is of another kind, or as `read_pruning`.
+        Raises ConfigError if an option of vLLM does not go with them, or groups do not divide among the ranks;
+        UnsupportedModelError if the checkpoint is of another kind, or as `read_pruning`.
         """
         config = vllm_config.model_config.hf_config
         if not config.model_type.startswith(PRUNED_PREFIX):
@@ -220,9 +216,8 @@ def heads_left(config: Any, shape: ModelShape) -> dict[int, tuple[int, int]]:
 def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
     """Refuse a static checkpoint that vLLM would not compute rightly.
 
-    Raises:
-        ConfigError: If the ranks do not divide what is left of a layer.
-        UnsupportedModelError: If heads were pruned and the device is no CPU, or as `read_shape`.
+    Raises ConfigError if the ranks do not divide what is left of a layer; UnsupportedModelError if heads were pruned
+    and the device is no CPU, or as `read_shape`.
     """
     shape = read_shape(config)
     left = heads_left(config, shape)

@@ -37,11 +37,7 @@ _FEW_KEYS = 2048
 
 
 def skips_in(attention: Any, table: Callable[[], OperatorTable]) -> bool:
-    """Let an attention layer of vLLM skip, if it runs FlashAttention; return whether it does.
-
-    Args:
-        table: Of `table_later`, one for all layers of a kind.
-    """
+    """Let an attention of vLLM skip by a table of `table_later`, if it is FlashAttention; return whether it is."""
     implementation = attention.impl
     if type(implementation) is not FlashAttentionImpl:
         return False
@@ -55,10 +51,7 @@ def skips_in(attention: Any, table: Callable[[], OperatorTable]) -> bool:
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Return heads [M, H_q d] of a layer that skips, zeros where skipped; its keys and values go into the pages.
 
-    Args:
-        attention: The layer, of which `skips_in` was true.
-        q: Rotated queries, [M, H_q d]; those of skipped heads may hold anything.
-        mask: bool [M, N_G].
+    Queries are rotated, [M, H_q d]; those of heads that the mask, bool [M, N_G], skips may hold anything.
     """
     heads, keys, values = (
         part.unflatten(1, (part.shape[1] // attention.head_size, attention.head_size)) for part in (q, k, v)
@@ -105,9 +98,7 @@ class _Builder(FlashAttentionMetadataBuilder):
 def split_step(lengths: Tensor, queries: Tensor) -> tuple[int, int]:
     """Return how many requests of one token come before the first prompt, and how many keys others read, 0 if all new.
 
-    Args:
-        lengths: Keys of each request, those of this step included, or more; int64 [B] on the host.
-        queries: New tokens of each request, int64 [B] on the host.
+    Lengths are keys of each request, this step's included, or more, queries its new tokens, int64 [B] on the host.
     """
     ahead = int((queries != 1).long().argmax())
     cached = not torch.equal(lengths[ahead:], queries[ahead:])
@@ -243,10 +234,8 @@ class _Step(NamedTuple):
 def _visible(starts: Tensor, lengths: Tensor, rows: int, before: int | None) -> Tensor:
     """Return the first key that each row sees and the place behind its last, int32 [2, M], requests in a line.
 
-    Args:
-        starts: First row of each request, and the end, int32 [B + 1].
-        lengths: Keys of each request, of which the last are those of its rows, int32 [B].
-        before: Keys before its own that a row sees at most; None = all of its request.
+    Starts are first rows and the end, int32 [B + 1]; lengths are keys up to a request's last row; `before` are keys
+    before its own that a row sees at most, None = all of its request.
     """
     row = torch.arange(rows, dtype=torch.int32, device=starts.device)
     which = torch.searchsorted(starts, row, right=True) - 1
@@ -257,12 +246,7 @@ def _visible(starts: Tensor, lengths: Tensor, rows: int, before: int | None) -> 
 
 
 def _places(lengths: Tensor, table: Tensor, count: int, kv_cache: Tensor) -> Tensor:
-    """Return in which place of the pages each key of requests in a line lies, int64 [count].
-
-    Args:
-        table: Pages of each request, int32 [B, N].
-        count: At least the sum of the lengths; what is more is any place.
-    """
+    """Return the place in the pages, int32 [B, N], of each key of requests in a line, int64 [count]."""
     size, ends = kv_cache.shape[2], lengths.cumsum(0)
     key = torch.arange(count, device=lengths.device)
     which = torch.searchsorted(ends, key, right=True).clamp_(max=len(lengths) - 1)

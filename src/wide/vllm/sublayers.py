@@ -53,11 +53,7 @@ class _AfterLoading(QuantizeMethodBase):
 
 
 class Router(nn.Module):
-    """The weights of a router, whole on every rank, and those of this rank's groups as the operators take them.
-
-    Args:
-        extra: Groups that always execute, behind this rank's.
-    """
+    """A router's weights, whole on every rank, and those of this rank's groups and `extra` ones that always execute."""
 
     bias: nn.Parameter | None
     counts: Tensor

@@ -18,11 +18,7 @@ _LOGGER = logging.getLogger("vllm.wide")
 
 
 def warm(model: nn.Module, most_rows: int) -> None:
-    """Run the operators of each kind of layer on a GPU, with numbers of rows that need all kernels and their variants.
-
-    Args:
-        most_rows: Tokens of a step at most.
-    """
+    """Run each kind of layer on a GPU with numbers of rows, up to a step's, that need all kernels and variants."""
     started, kinds = time.monotonic(), dict[Any, nn.Module]()
     for module in model.modules():
         if isinstance(module, FeedForward | Attention) and module.skips and module.decides:

@@ -67,9 +67,8 @@ class LayerSizes:
 def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: float) -> tuple[str, Case]:
     """Return the kernels' operator that runs some rows, and the case under whose key tables keep what was measured.
 
-    Args:
-        rows: Tokens; of a sequence, for attention over a prompt.
-        active: Share of (token, group) pairs that execute.
+    Rows are tokens, for attention over a prompt of one sequence; `active` is the share of (token, group) pairs that
+    execute.
     """
     _, groups, size = sizes.grouped(name)
     if name == "attention":
@@ -97,9 +96,8 @@ def backends_and_shape(
 ) -> tuple[Backends, Shape]:
     """Return what may run an operator of a layer, and the shape that decides which of it does.
 
-    Args:
-        rows: Tokens; of a sequence, for attention over a prompt.
-        one_sort: Of a sum over input groups, whether rows are sorted once by all of more than 8 groups.
+    Rows are tokens, for attention of one sequence; `one_sort` is of a sum over more than 8 input groups, sorted at
+    once.
     """
     _, groups, size = sizes.grouped(name)
     if name == "attention":
@@ -118,11 +116,7 @@ def backends_and_shape(
 
 
 def candidates(name: OperatorName, sizes: LayerSizes, rows: int, device: torch.device, *, quick: bool) -> list[Choice]:
-    """Return what may run an operator of a layer instead of the dense one, none of it twice.
-
-    Args:
-        quick: The defaults of each backend and a few tiles more alone.
-    """
+    """Return what may run an operator instead of the dense one, nothing twice; if `quick`, only a few tiles."""
     has_one_sort = name in SUMS and rows > MAX_ROWS and sizes.grouped(name)[1] > PATTERN_GROUPS
     found = []
     for one_sort in (True, False) if has_one_sort else (False,):

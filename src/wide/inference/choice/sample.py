@@ -15,12 +15,10 @@ LEAST_TOKENS = 2048
 
 
 class LayerSample(NamedTuple):
-    """Of one layer.
+    """Shares of one layer, of (token, group) pairs that execute in attention and FFN; 1 in a half without a router.
 
-    Args:
-        executed: Shares of (token, group) pairs that execute, in attention and FFN; 1 in a half without a router.
-        left: Share of the FFN's groups that tiles of rows in one order execute; None without a router, and where the
-            sample is too short to tell.
+    `left` is the share of the FFN's groups that tiles of rows in one order execute; None without a router, and where
+    the sample is too short to tell.
     """
 
     executed: tuple[float, float]
@@ -30,13 +28,9 @@ class LayerSample(NamedTuple):
 def sample_layers(model: nn.Module, ids: Tensor) -> list[LayerSample]:
     """Return what the masked model's routers decide for tokens, layer by layer.
 
-    Args:
-        model: An attached model, not optimised.
-        ids: Token ids without padding, int32 or int64 [B, T]; each sequence is a prompt of its own.
-
-    Raises:
-        NotAttachedError: If routing is forced or switched off.
-        ShapeError: If `ids` is no such tensor, is empty, or holds ids that the model has no embedding of.
+    Ids are without padding, int32 or int64 [B, T]; each sequence is a prompt of its own. Raises NotAttachedError if
+    routing is forced or switched off, and ShapeError if `ids` is no such tensor, is empty, or holds ids that the model
+    has no embedding of.
     """
     is_tensor = isinstance(ids, Tensor)
     if not is_tensor or ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):

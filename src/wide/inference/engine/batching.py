@@ -91,11 +91,7 @@ def handed_on(config: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class PagedView:
-    """One step of continuous batching; see `CacheView`. Each new token is a sequence of its own.
-
-    Args:
-        given: Keyword arguments of the model's forward (or of an attention function).
-    """
+    """A step of continuous batching, from a forward's arguments; see `CacheView`. Each token is a sequence."""
 
     length, is_step = 1, False
 
@@ -150,10 +146,7 @@ class PagedView:
     ) -> Tensor:
         """Return the attention output [Q, H_q, d] of queries [Q, H_q, d] whose keys `memory` has taken.
 
-        Args:
-            mask: bool [Q, N_G]; None = everything executes.
-            window: Keys that a query sees at most; None = all.
-            zero_skipped: Whether skipped pairs hold zeros; otherwise they are unspecified memory.
+        The mask is bool [Q, N_G], None where everything executes; unless `zero_skipped`, skipped pairs hold anything.
         """
         index, kind = _index_of(self._cache, layer), _kind(self._cache, layer)
         if self._table is not None:
@@ -329,10 +322,7 @@ def _attend_masked(
 class PagedBatching:
     """Lets transformers' continuous batching run wide's attention: no masks, decode steps over block tables, graphs.
 
-    Args:
-        model: Optimised; `init_continuous_batching` is wrapped until `remove`.
-        made_of: What graphs and pages hold of the model. A manager that was kept for a next session ends where that
-            has changed since.
+    A manager that was kept for a next session ends where what its graphs and pages are `made_of` has changed.
     """
 
     def __init__(self, model: Any, made_of: Callable[[], Any]) -> None:
@@ -389,11 +379,7 @@ class PagedBatching:
         return any(manager.is_running() for manager in self._managers)
 
     def release(self) -> None:
-        """End what was kept for a next session.
-
-        Raises:
-            NotAttachedError: If a manager is running.
-        """
+        """End what was kept for a next session; raises NotAttachedError if a manager is running."""
         if self.is_running:
             raise NotAttachedError("generate_batch (or a manager of it) runs on this model; end that first")
         self._model.destroy_cached_continuous_batching_manager()

@@ -11,12 +11,9 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvCache:
-    """Keys and values of all layers, and how much of them is in use.
+    """Keys and values of all layers, [L, B, H_k, T_max, d], and the tokens in use of each sequence, int32 [B].
 
-    Args:
-        k: Keys, [L, B, H_k, T_max, d].
-        lengths: Tokens cached of each sequence, int32 [B]; moved on by the device itself.
-        zeros: int32 [B] of zeros, the positions of a prefill.
+    The device moves `lengths` on by itself; `zeros`, int32 [B], are the positions of a prefill.
     """
 
     k: Tensor
@@ -56,9 +53,7 @@ class KvCache:
 class EngineCache(DynamicCache):
     """Keys and values in the engine's memory; an ordinary `DynamicCache` once anyone reads its layers.
 
-    Args:
-        room: Tokens of a sequence that it will have to hold; None = unknown.
-        is_greedy: Whether the next tokens, of all sequences, will be the likeliest, as far as is known.
+    `room` is how many tokens a sequence will hold, if known; `is_greedy` says that the likeliest come next.
     """
 
     def __init__(self, config: Any, room: int | None = None, *, is_greedy: bool = False) -> None:
@@ -121,11 +116,7 @@ class EngineCache(DynamicCache):
         return f"EngineCache(tokens={self.get_seq_length()}, layers={len(self._layers)})"
 
     def leave_engine(self, reason: str | None = None) -> None:
-        """Copy keys and values into ordinary layers, behind the padding that the prompt had.
-
-        Args:
-            reason: Why; None = its layers were read.
-        """
+        """Copy keys and values into ordinary layers, behind the prompt's padding; None says that layers were read."""
         slot = self.slot
         if reason is None and slot is not None:
             reason = "a cache whose layers were read"

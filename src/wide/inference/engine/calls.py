@@ -29,11 +29,7 @@ class Masked(Exception):  # noqa: N818
 
 
 def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, EngineCache | None]:
-    """Return which kind of call these arguments are, their tokens [B, T] or embeddings [B, T, D], and their cache.
-
-    Args:
-        given: Arguments of the model's forward, by name.
-    """
+    """Return which call a forward's arguments are, their tokens [B, T] or embeddings [B, T, D], and their cache."""
     ids = given.get("input_ids")
     x = given.get("inputs_embeds") if ids is None else ids
     if not isinstance(x, Tensor) or not x.numel():
@@ -65,12 +61,9 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
 def prompt(
     memory: Memory, x: Tensor, cache: EngineCache | None, run: ForwardOptions, given: Mapping[str, Any], config: Any
 ) -> Answer:
-    """Return the logits [B, kept, V] that are wanted of several tokens a sequence, and the cache that keeps them.
+    """Return the logits [B, kept, V] that are wanted after tokens [B, T] or embeddings [B, T, D], and their cache.
 
-    Args:
-        x: Tokens [B, T], or their embeddings [B, T, D].
-        cache: What the caller gave; None = a new one is made if keys are to be kept.
-        given: Arguments of the call.
+    Without a cache a new one is made if keys are to be kept.
     """
     past = 0 if cache is None or cache.slot is None else cache.tokens
     keeps = given.get("use_cache")
@@ -157,11 +150,9 @@ def _prompt(
 
 
 def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
-    """Return the logits [B, 1, V] after one more token [B, 1] a sequence; the cache grows by it.
+    """Return the logits [B, 1, V] after one more token [B, 1] a sequence; the cache, which is not empty, grows by it.
 
-    Args:
-        cache: Holds at least a token of each sequence.
-        given: Arguments of the call, whose masks and positions are compared unless `generate` made them.
+    Masks and positions that are given are compared unless `generate` made them.
     """
     slot, decoder = cache.slot, memory.decoder
     if slot.decoder is not decoder:
@@ -198,11 +189,7 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
 
 
 def paged_step(memory: Memory, ids: Tensor, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
-    """Return the logits [1, kept, V] of a step of continuous batching, which transformers may be capturing.
-
-    Args:
-        ids: Tokens of all requests, [1, Q].
-    """
+    """Return the logits [1, kept, V] after tokens [1, Q] of all requests; transformers may be capturing the step."""
     if not (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         memory.claim()
     view = PagedView(given)

@@ -96,12 +96,7 @@ class Decoder:
 
     @torch.no_grad()
     def forward(self, x: Tensor, view: CacheView, run: ForwardOptions) -> Residual:
-        """Run new tokens over any view of keys and values and return the residual stream; see `logits`.
-
-        Args:
-            x: Token ids, or embeddings [..., D], of the view's B * T rows.
-            view: Where their keys and values go, and what they attend to.
-        """
+        """Run tokens, or embeddings [..., D], over any view of keys and values; return the stream, see `logits`."""
         weights = self._weights
         if x.is_floating_point():
             hidden = x.reshape(-1, x.shape[-1])
@@ -181,12 +176,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, ids: Tensor, cache: KvCache, run: ForwardOptions) -> Tensor:
-        """Add one token to each sequence and return the logits after it, [B, V]; the cache's lengths move on.
-
-        Args:
-            ids: Tokens, [B].
-            cache: With room for another token; the device does not check.
-        """
+        """Add a token [B] to each sequence, which the cache has room for, and return the logits after it, [B, V]."""
         view = StepView(cache)
         logits = self.logits(self.forward(ids, view, run), run)
         cache.lengths.copy_(view.ends)

@@ -33,14 +33,9 @@ from wide.models.gates import cache_of
 
 
 class Engine:
-    """Stands in for the forward of an optimised model.
+    """Stands in for the forward of an optimised model; tables and weights are as `Decoder` takes them.
 
-    Args:
-        tables: Which operator runs where, for each layer.
-        weights: Format of the layers' projections and the head: 'model', 'int8' or 'w8a8'.
-
-    Raises:
-        UnsupportedModelError: If the model has a part that the engine does not compute.
+    Raises UnsupportedModelError if the model has a part that the engine does not compute.
     """
 
     def __init__(
@@ -79,11 +74,7 @@ class Engine:
 
     @property
     def decoder(self) -> Decoder:
-        """The straight-line form of the model.
-
-        Raises:
-            UnsupportedModelError: If the model has been changed into one that the engine does not compute.
-        """
+        """The straight-line form of the model; raises UnsupportedModelError if it was changed and has none now."""
         if self._memory is None:
             raise UnsupportedModelError(self._unreadable)
         return self._memory.decoder
@@ -105,8 +96,7 @@ class Engine:
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs.
 
-        Raises:
-            NotAttachedError: If a batch runs. As where memory does not suffice, the model then stays optimised.
+        If a batch runs, which raises NotAttachedError, or memory does not suffice, the model stays optimised.
         """
         with self._lock:
             if self.batching is not None:

@@ -28,11 +28,7 @@ def reason_of(cache: Any) -> str:
 
 
 def wrap_generation(model: Any, ended: Callable[[], None]) -> dict[str, Callable[..., Any]]:
-    """Return what takes the place of a model's `generate` and of the method that makes its cache.
-
-    Args:
-        ended: Called when a `generate` ends.
-    """
+    """Return what replaces a model's `generate` and what makes its cache; `ended` is called at the end."""
     prepare: Callable[..., Any] = model._prepare_cache_for_generation
     names = tuple(inspect.signature(prepare).parameters)
     generate: Callable[..., Any] = model.generate

@@ -18,8 +18,7 @@ _WARM_UP_CALLS = 2
 class GraphPool:
     """Captures calls as graphs that share memory and are never replayed at the same time; it outlives each of them.
 
-    Raises:
-        UnsupportedBackendError: If there is no CUDA device.
+    Raises UnsupportedBackendError if there is no CUDA device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -35,11 +34,7 @@ class GraphPool:
         self._anchor = self.capture(lambda: torch.zeros(1, device=self._device))
 
     def capture(self, call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Warm up, capture one call, and return the graph with the tensor that every replay fills.
-
-        Args:
-            call: Reads and writes the same memory every time; returns a tensor of any shape, such as logits [B, V].
-        """
+        """Warm up, capture one call over the same memory, and return the graph with the tensor that replays fill."""
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -75,12 +70,8 @@ class CapturedStep:
 def capture_step(decoder: Decoder, cache: KvCache, run: ForwardOptions, pool: GraphPool) -> CapturedStep:
     """Return a decode step that replays a graph.
 
-    The cache grows by one token a sequence at every call, on the device; the caller keeps count of its room. Capturing
-    leaves the cache as it was.
-
-    Args:
-        cache: With room for at least three tokens a sequence.
-        run: How; nothing may be recorded.
+    The cache, with room for three tokens a sequence, grows by one at every call, on the device; the caller keeps count.
+    Capturing leaves it as it was. Nothing may be recorded.
     """
     ids = torch.zeros(cache.batch, dtype=torch.long, device=decoder.device)
     lengths = cache.lengths.clone()

@@ -65,11 +65,7 @@ def read_padding(
 
 
 def unexpected_rows(given: Mapping[str, Any], lengths: Tensor) -> Tensor | str | None:
-    """Return on the device whose mask or position is not that of one more token, bool [B]; a reason if that is unknown.
-
-    Args:
-        lengths: Tokens of each sequence with the new one, int32 [B].
-    """
+    """Return which rows, bool [B], have another mask or position than token `lengths` [B]; a reason if unknown."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return "a prepared attention mask"
@@ -84,9 +80,7 @@ def kept_rows(
 ) -> Tensor | None:
     """Return of which rows of [B * T] logits are wanted, int64 [B * kept]; None = all, in order.
 
-    Args:
-        kept: `logits_to_keep`: so many last places, 0 for all, or the places themselves.
-        padding: Left padding that the caller's places count, int64 [B]; rows begin behind it.
+    `kept` is `logits_to_keep`: so many last places, 0 for all, or the places, which count the left padding, int64 [B].
     """
     places = torch.arange(length, device=device)
     places = places[kept.to(device)] if isinstance(kept, Tensor) else places[-kept:] if kept else places

@@ -80,11 +80,8 @@ class Slot:
         """Return the logits [B, V] after short prompts [B, T] by a graph; None where none is worth its capture.
 
         Launching a short prompt's kernels one by one takes longer than they do. Prompts are padded on the right, so
-        that one graph serves a range of lengths, and it is captured when such a length comes a second time.
-
-        Args:
-            lengths: Tokens of each sequence, earlier ones included, int32 [B].
-            past: Earlier tokens of the only sequence: one graph serves all numbers of them.
+        that one graph serves a range of lengths, and it is captured when such a length comes a second time. Lengths,
+        int32 [B], count `past` tokens of the only sequence, too, of whose numbers one graph serves all.
         """
         length = _prompt_bucket(ids.shape[1])
         if pool is None or past + length > self.cache.room:
@@ -166,8 +163,7 @@ class Memory:
     def follow(self, thresholds: list[float]) -> None:
         """Let the decoder, in captured graphs too, decide by the thresholds that the model's routers have now.
 
-        Args:
-            thresholds: By layer, attention before FFN; those of layers that the decoder does not have come last.
+        They come by layer, attention before FFN; those of layers that the decoder does not have come last.
         """
         thresholds = thresholds[: len(self._routers)]
         if thresholds != self._thresholds:
@@ -245,11 +241,7 @@ class Memory:
 
 
 def has_graph(ids: Tensor, widest: int | None) -> bool:
-    """Return whether prompts [B, T] are short enough that a graph is worth it.
-
-    Args:
-        widest: Columns of the widest product; None = only short ones, whatever their width.
-    """
+    """Return whether prompts [B, T] are so short that a graph is worth it; None as `widest` admits fewer rows."""
     rows = ids.shape[0] * _prompt_bucket(ids.shape[1])
     fits = widest is not None and rows <= _MOST_GRAPH_ROWS and rows * widest <= _GRAPH_CELLS
     return ids.is_cuda and (rows <= _GRAPH_ROWS or fits)

@@ -17,14 +17,9 @@ _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 class Snapshot:
-    """Modules, weights, routers, hooks and forwards of a model at one moment.
+    """Modules, weights, routers, hooks and forwards of a model at one moment; `then` is what `now` was.
 
-    Args:
-        copied: Modules of whose weights the engine has copies.
-        own_hooks: Numbers of the hooks that wide put on it.
-
-    Attributes:
-        then: What `now` was at that moment.
+    The engine has copies of the weights of modules that are `copied`; `own_hooks` are the numbers of wide's hooks.
     """
 
     def __init__(self, model: nn.Module, copied: Sequence[nn.Module], own_hooks: Set[int]) -> None:
@@ -42,12 +37,7 @@ class Snapshot:
         return (*children, *(parameter.data_ptr() for parameter in parameters), *versions)
 
     def require_unhooked(self) -> None:
-        """Refuse a model of which a part is in training mode, or has hooks or another forward than before.
-
-        Raises:
-            NotAttachedError: If a part is in training mode.
-            Masked: If one has a hook that is not wide's.
-        """
+        """Raise NotAttachedError if a part trains, Masked if one has another hook or forward than before."""
         if any(part.training for part in self._parts):
             raise NotAttachedError(IN_TRAINING)
         hooks = [each for part in self._parts for each in (part._forward_hooks, part._forward_pre_hooks) if each]

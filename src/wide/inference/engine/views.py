@@ -26,11 +26,9 @@ _SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 
 class AttentionCall(NamedTuple):
-    """What a layer tells its view.
+    """What a layer tells its view; `order` is the query product's, if one was made.
 
-    Args:
-        order: The reordering of the query product, if one was made.
-        wait: Waits for a router on another stream, before the mask is read.
+    `wait` waits for a router on another stream, before the mask is read.
     """
 
     form: AttentionForm
@@ -126,11 +124,7 @@ class PromptView:
 
 
 class ContinuedView:
-    """Several new tokens of one sequence behind earlier ones, whose number only the device knows: for CUDA graphs.
-
-    Args:
-        starts: Earlier tokens, int32 [1].
-    """
+    """New tokens of one sequence; only the device knows how many came before, int32 [1]: for CUDA graphs."""
 
     batch, is_step = 1, False
 

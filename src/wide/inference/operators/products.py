@@ -64,11 +64,9 @@ class LinearWeights(NamedTuple):
         return self.int8_rows and num_rows > MAX_WHOLE_ROWS
 
     def dense(self, x: Tensor, mask: Tensor | None = None, *, gate: str | None = None) -> Tensor:
-        """Return the whole product [M, N] of rows [M, K].
+        """Return the whole product [M, N] of rows [M, K]; `gate` as in `linear_int8`.
 
-        Args:
-            mask: bool [M, N_G]; where rows are quantised, channels of other groups count as zero. None = all count.
-            gate: See `linear_int8`.
+        Where rows are quantised, channels of groups that a mask, bool [M, N_G], skips count as zero.
         """
         if self.scale is None or not x.shape[0] or (x.shape[0] > MAX_INT8_ROWS and not self.int8_rows):
             weight, bias, *_ = self.expanded(x.dtype)
@@ -220,11 +218,7 @@ def feed_forward(
     *,
     ready: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Return the output of an FFN, [M, D], of rows [M, D] under a mask bool [M, N_G]; None = everything executes.
-
-    Args:
-        ready: See `GatedWeights.output_groups`.
-    """
+    """Return an FFN's output [M, D] under a mask [M, N_G], None = everything; `ready` as in `output_groups`."""
     rows = x.shape[0]
     choice, last = DENSE if mask is None else table.choice("gate_up", rows), table.choice("down", rows)
     # Rows that are quantised are read where they execute only.

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from wide.errors import ConfigError
-from wide.kernels import linear_int8
 from wide.kernels.gemv.op import MAX_ROWS
+from wide.kernels.linear_int8 import op as linear_int8
 from wide.kernels.tuning import Choice
 
 OperatorName = Literal["query", "attention", "output", "gate_up", "down"]

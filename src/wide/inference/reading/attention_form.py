@@ -43,12 +43,8 @@ class AttentionForm:
 def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> AttentionForm:
     """Return what an attention computes, called for a few tokens with and without a rotation.
 
-    Raises UnsupportedModelError if it cannot be called on its own, asks for something that the engine does not compute,
-    or rotates queries in another way.
-
-    Args:
-        part: The attention; its projections are plain.
-        cos: Cosines by position, [positions, r].
+    Its projections are plain; cosines and sines are by position, [positions, r]. Raises UnsupportedModelError if it
+    cannot be called on its own, asks for something that the engine does not compute, or rotates queries in another way.
     """
     module: Any = part.module
     weight: Any = part.query.weight

@@ -64,14 +64,10 @@ class ModelWeights:
 
 
 def read_model(model: nn.Module, max_length: int | None = None, weights: str = "model") -> ModelWeights:
-    """Return the weights of a model.
+    """Return the weights of a model, in one of `WEIGHTS`; without `max_length` with as many positions as it has.
 
     Raises UnsupportedModelError if a part is missing, unknown or not at hand, or positions depend on the sequence's
     length. Projections then are as they were.
-
-    Args:
-        max_length: Largest position plus one; None = as many as the model has positions for.
-        weights: Format of the layers' projections and of the head, one of `WEIGHTS`.
     """
     whole: Any = model
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):

@@ -17,11 +17,9 @@ WEIGHTS = ("model", "int8", "w8a8")
 
 
 class Weights:
-    """Takes linear layers as the engine multiplies them, and gives the model its own weights back.
+    """Takes linear layers as the engine multiplies them, in one of `WEIGHTS`, and gives the model its own back.
 
-    Args:
-        form: One of `WEIGHTS`.
-        near: The embedding's weight, which stays where the model computes.
+    The embedding's weight, `near`, stays where the model computes.
     """
 
     def __init__(self, form: str, near: Tensor) -> None:
@@ -64,10 +62,7 @@ class Weights:
     def give_back(self, *, drops: bool = False) -> None:
         """Let quantised layers compute with their own weights again, bit for bit those that they had.
 
-        Where memory does not suffice, all stay in host memory.
-
-        Args:
-            drops: Whether the copies go first, which nobody computes with.
+        Where memory does not suffice, all stay in host memory. With `drops` the copies go first: nobody uses them.
         """
         if drops:
             self._forget()

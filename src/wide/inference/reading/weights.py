@@ -160,14 +160,10 @@ def read_layer(
     plan: LayerPlan,
     spaces: tuple[Subspace | None, Subspace | None],
 ) -> LayerWeights:
-    """Return a layer's weights.
+    """Return a layer's weights; `weights` takes its projections, and `angles` are by position, [max_length, r].
 
-    Raises UnsupportedModelError if the layer has a part that the engine does not know; the message names it.
-
-    Args:
-        angles: Cosines and sines by position, [max_length, r].
-        weights: Takes the layer's projections.
-        spaces: The stream around its attention and its FFN, where it is projected.
+    Spaces are the stream around its attention and its FFN, where it is projected. Raises UnsupportedModelError if the
+    layer has a part that the engine does not know; the message names it.
     """
     where = f"layer {spec.index}"
     attention, ffn = spec.attention, require_plain(spec)

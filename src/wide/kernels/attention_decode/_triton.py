@@ -40,11 +40,7 @@ class DecodeTile(NamedTuple):
 
 
 def default_tile(facts: DeviceFacts, head_dim: int, num_pairs: int) -> DecodeTile:
-    """Return the tile for a device; the host gets several programs, so that splits are exercised.
-
-    Args:
-        num_pairs: Sequences times KV heads.
-    """
+    """Return the tile for `num_pairs` sequences times KV heads; the host gets several programs, to try splits."""
     if facts.capability == 0:
         return DecodeTile(block_n=16, min_blocks=2, programs_per_sm=5, num_warps=4, num_stages=1)
     block_n = 64 if head_dim <= 128 else 32

@@ -13,11 +13,9 @@ BACKENDS = Backends(_NAME, __package__)
 
 @operator(lambda: None, mutates=["values"])
 def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> None:
-    """Write zeros into the channels of skipped groups, in place; executing channels are neither read nor written.
+    """Write zeros into channels of values [M, C], of any dtype, that a mask, bool [M, N_G], skips, in place.
 
-    Args:
-        values: [M, C], last stride 1, of any dtype; changed.
-        mask: bool [M, N_G], any strides; N_G divides C.
+    Executing channels are neither read nor written. Rows of values have stride 1, those of the mask any.
     """
     if values.dim() != 2 or 0 in values.shape or values.stride(1) != 1:
         raise ShapeError(

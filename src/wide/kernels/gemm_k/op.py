@@ -16,13 +16,9 @@ from wide.kernels.reordering import PatternReordering, RowReordering
 
 
 class KShape(NamedTuple):
-    """What a backend may refuse.
+    """What a backend may refuse; `dtype` is of the rows, int8 where they are quantised, and `width` is N.
 
-    Args:
-        dtype: Of the rows; int8 where they are quantised.
-        group_size: Channels of a group, G.
-        width: Of the output, N.
-        is_stored: Of `gemm_k`, whether one super-block of at most 8 groups covers all of them and keeps empty rows.
+    `is_stored` says of `gemm_k` whether one super-block of at most 8 groups covers all of them and keeps empty rows.
     """
 
     dtype: torch.dtype

@@ -67,11 +67,7 @@ _PLAIN = (
 
 
 def default_tile(device: torch.device, shape: MnShape, *, stacked: bool) -> MnTile:
-    """Return a tile that fits the device; measured tables replace it.
-
-    Args:
-        stacked: Whether the up weight lies right behind the gate weight.
-    """
+    """Return a tile that fits the device; `stacked` is what `is_stacked` says. Measured tables replace it."""
     facts = device_facts(device)
     if facts.capability in (90, 100, 103):
         block_n = largest_tile(shape.group_size, 128 if shape.gated else 256)

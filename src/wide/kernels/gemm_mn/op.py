@@ -17,14 +17,7 @@ from wide.kernels.reordering import BLOCK_M, Reordering
 
 
 class MnShape(NamedTuple):
-    """What a backend may refuse.
-
-    Args:
-        dtype: Of the rows; int8 where they are quantised.
-        group_size: Channels of a group, G.
-        depth: K.
-        block_m: Rows in a tile that rows were sorted into.
-    """
+    """What a backend may refuse; `dtype` is of the rows, int8 where they are quantised, and `depth` is K."""
 
     dtype: torch.dtype
     group_size: int
@@ -125,11 +118,7 @@ def is_stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:
 
 @functools.partial(on_device_of_tensors, "gemm_mn")
 def finish_dense(values: torch.Tensor, activation: str, mask: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
-    """Return what a dense product becomes: its activation [M, N], or that of [gate | up] [M, 2 N]; see `gemm_mn`.
-
-    Args:
-        values: May be changed.
-    """
+    """Return the activation [M, N] of a product, or of [gate | up] [M, 2 N], which may be changed; see `gemm_mn`."""
     if gated:
         shape = AnyShape(values.dtype)
         return GATED_BACKENDS.run(fixed_backend(values.device), values.device, shape, values, activation, mask)

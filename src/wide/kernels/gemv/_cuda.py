@@ -48,12 +48,7 @@ def macros(num_rows: int, *, float16: bool, **chosen: int) -> dict[str, int]:
 
 
 def shared_out(variant: Mapping[str, int], width: int, num_sms: int) -> dict[str, int]:
-    """Return warps and teams of a block with which most multiprocessors have work, and rows are read often by none.
-
-    Args:
-        variant: What else is compiled in (`macros`).
-        width: Rows of a weight matrix.
-    """
+    """Return warps and teams of a block, so that most multiprocessors have work, and none reads rows often."""
     if variant["TILES"] <= 2:
         return {"WARPS": 8, "TEAMS": 1}
     tiles = width // CHANNELS if variant["GATED"] else width // CHANNELS // 2

@@ -56,11 +56,7 @@ def default_mn_tile(facts: DeviceFacts, *, is_gated: bool) -> GemvTile:
 
 
 def default_k_tile(facts: DeviceFacts, *, is_long: bool) -> GemvTile:
-    """Return the K-axis tile for a device.
-
-    Args:
-        is_long: Whether a program's sum takes many steps, as that of a down projection does.
-    """
+    """Return the K-axis tile for a device; a long sum takes many steps, as that of a down projection does."""
     if facts.capability == 0:
         return GemvTile(block_n=8, block_k=64, num_warps=4)
     return GemvTile(block_n=2, block_k=1024, num_warps=1) if is_long else GemvTile(block_n=4, block_k=1024, num_warps=2)

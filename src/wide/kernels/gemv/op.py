@@ -16,13 +16,9 @@ MAX_ROWS = 4
 
 
 class GemvShape(NamedTuple):
-    """What a backend may refuse.
+    """What a backend may refuse: the dtype of rows, input and output channels of a group, and whether weights are int8.
 
-    Args:
-        dtype: Of the rows.
-        size: Input channels of a group, or all where groups lie along the output.
-        width: Output channels of a group, or all where groups lie along the input.
-        int8: Whether weights are int8.
+    Along the axis where groups do not lie, `size` or `width` is that of all.
     """
 
     dtype: torch.dtype

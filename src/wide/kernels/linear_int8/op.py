@@ -27,14 +27,7 @@ MAX_WHOLE_ROWS = 16
 
 
 class Int8Shape(NamedTuple):
-    """What a backend may refuse.
-
-    Args:
-        rows: M.
-        dtype: Of the rows; int8 where they are quantised.
-        width: N.
-        depth: K.
-    """
+    """What a backend may refuse; `dtype` is of the rows, int8 where they are quantised, width is N, depth K."""
 
     rows: int
     dtype: torch.dtype

@@ -111,13 +111,9 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: s
 
 
 def product(source: Path, instead: str, **variant: int) -> Kernel:
-    """Return a product for Hopper, compiled and loaded when it is first used.
+    """Return a product for Hopper, compiled with a variant's macros and loaded when it is first used.
 
     Raises UnsupportedBackendError as `Kernel` does, or if the source cannot be compiled here.
-
-    Args:
-        instead: As of `Kernel`.
-        variant: What is compiled in, by the names of the source's macros.
     """
     return _product(source, instead, tuple(variant.items()))
 
@@ -129,11 +125,7 @@ def _product(source: Path, instead: str, variant: tuple[tuple[str, int], ...]) -
 
 
 def misaligned(matrices: Mapping[str, torch.Tensor | None], vectors: Collection[torch.Tensor | None]) -> str | None:
-    """Return why kernels that copy 16 bytes at a time cannot read or write tensors, or None.
-
-    Args:
-        matrices: By name, with contiguous rows; the first one's dtype is that of all.
-    """
+    """Return why kernels that copy 16 bytes at a time cannot take these tensors of one dtype, or None."""
     given = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     dtype = next(iter(given.values())).dtype
     line = _ALIGNED // dtype.itemsize

@@ -40,11 +40,7 @@ def obstacle() -> str | None:
 
 
 def kernel(make: Callable[..., Any], device: torch.device, **constants: Any) -> Callable[..., None]:
-    """Return a kernel, compiled and loaded when it is first used; it launches on PyTorch's current stream.
-
-    Args:
-        constants: Arguments of `make`, which are compiled in.
-    """
+    """Return a kernel with constants compiled in, loaded at its first use; it launches on the current stream."""
     return compiled(make, _architecture(device), tuple(constants.items()))
 
 

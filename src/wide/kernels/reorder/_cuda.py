@@ -35,11 +35,7 @@ LAUNCHES = {
 
 
 def machine_code(words: int, folder: Path) -> bytes:
-    """Return the compiled kernels, from `folder` if they were compiled before.
-
-    Args:
-        words: Of 32 groups that a row takes.
-    """
+    """Return the kernels for rows of `words` times 32 groups, from `folder` if they were compiled before."""
     source = Path(__file__).with_name("reorder_rows.cu")
     return cubin(source, folder, architecture="sm_90a", macros={"COUNT": words, "CHUNK": CHUNK_ROWS})
 

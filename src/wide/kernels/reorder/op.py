@@ -30,24 +30,17 @@ MAX_GROUPS = 128
 
 
 def reorder(mask: torch.Tensor, *, block_m: int = 128, backend: str) -> Reordering:
-    """Return per group the ascending list of rows that execute it, over all tokens.
+    """Return per group which rows of a mask, bool [M, N_G], any strides, execute it, ascending, over all tokens.
 
-    Runs on the mask's device with fixed shapes and no host synchronisation (backend 'triton').
-
-    Args:
-        mask: True = execute, bool [M, N_G], any strides.
-        block_m: Rows in a tile of the GEMM that follows; a power of two.
+    Tiles have `block_m` rows, a power of two. Runs on the mask's device with fixed shapes and no host synchronisation
+    (backend 'triton').
     """
     index, counts, offsets, tiles, num_tiles = _reorder(mask, block_m, backend)
     return Reordering(index, counts, offsets, tiles, num_tiles, block_m)
 
 
 def reorder_sequences(mask: torch.Tensor, *, backend: str) -> SequenceReordering:
-    """Return per sequence and group the ascending list of positions that execute it.
-
-    Args:
-        mask: True = execute, bool [B, T, N_G], any strides.
-    """
+    """Return per sequence and group which positions execute it, ascending; masks are bool [B, T, N_G], any strides."""
     return SequenceReordering(*_reorder_sequences(mask, backend))
 
 

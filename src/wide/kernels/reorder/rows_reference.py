@@ -42,22 +42,14 @@ def reorder_rows_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def left_to_tiles(mask: torch.Tensor) -> float:
-    """Return the share of all (tile, group) pairs that tiles of 128 rows in one order execute, in [0, 1].
-
-    Args:
-        mask: True = execute, bool [M, N_G], M > 0, any number of groups.
-    """
+    """Return the share of (tile, group) pairs that tiles of 128 rows in one order execute; `mask` is [M > 0, N_G]."""
     chunks = mask.split(CHUNK_ROWS)
     sorted_rows = torch.cat([chunk[row_keys(chunk).argsort(stable=True)] for chunk in chunks])
     return torch.stack([tile.any(0).float().mean() for tile in sorted_rows.split(TILE_ROWS)]).mean().item()
 
 
 def row_keys(mask: torch.Tensor) -> torch.Tensor:
-    """Return what rows are sorted by, int64 [M]: the bucket, above the Gray rank within it.
-
-    Args:
-        mask: Of one chunk, bool [M, N_G].
-    """
+    """Return what rows of a chunk [M, N_G] are sorted by, int64 [M]: the bucket, above the Gray rank within it."""
     num_rows, num_groups = mask.shape
     executes = mask[:, mask.sum(0).argsort(stable=True)]
     # Rows that execute nothing are a bucket of their own, the last.

@@ -39,10 +39,7 @@ def rms_norm(
 
 
 def check_norm(name: str, x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None) -> None:
-    """Refuse rows [M, D], a norm's weight [D] and an addend that do not fit each other.
-
-    Raises ShapeError if they do not fit; the message begins with `name`.
-    """
+    """Refuse rows [M, D], a norm's weight [D] and an addend that do not fit each other (ShapeError)."""
     if x.dim() != 2 or x.stride(1) != 1 or not 1 <= x.shape[1] <= _MAX_WIDTH:
         raise ShapeError(f"{name} wants x [M, D] with last stride 1, got {tuple(x.shape)} with strides {x.stride()}")
     check_tensor(name, "weight", weight, x.dtype, x.shape[1:])

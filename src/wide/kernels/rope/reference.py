@@ -37,11 +37,9 @@ def rope_to_cache_reference(
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Return heads [..., d] with their first r channels turned.
+    """Return heads [..., d] with their first r channels turned by cosines [..., r], in whose dtype that is computed.
 
-    Args:
-        cos: Cosines [..., r] of the pairs, twice over; products and their sum are rounded to its dtype.
-        interleaved: Whether a pair is two neighbours, not channels i and i + r / 2.
+    Interleaved pairs are two neighbours, not channels i and i + r / 2.
     """
     width = cos.shape[-1]
     if width == 0:

@@ -31,12 +31,9 @@ class RouteWeights(NamedTuple):
 def split_weights(
     down: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, *, dtype: torch.dtype
 ) -> RouteWeights:
-    """Return a router's weights in the form that the operators take.
+    """Return a router's float32 matrices [r, D] and [2 N_G, r], and bias [2 N_G], in the form that operators take.
 
-    Args:
-        down: First matrix, float32 [r, D].
-        up: Second matrix, float32 [2 * N_G, r], rows alternating execute and skip.
-        bias: float32 [2 * N_G] or None.
+    Rows of the second matrix alternate execute and skip.
     """
     down, up = down.detach().float(), up.detach().float()
     if dtype != torch.float32:

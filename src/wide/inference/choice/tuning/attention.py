@@ -39,12 +39,9 @@ def prompt_race(
     device: torch.device,
     shipped: Choice | None = None,
 ) -> Race:
-    """Return the race of one sequence.
+    """Return the race of one sequence under a share of (token, group) pairs that execute.
 
-    Args:
-        active: Share of (token, group) pairs that execute.
-        choices: To compare with the reordering known; empty compares what charges it alone.
-        shipped: What `wide.optimize` takes today, which is tried first.
+    Choices are compared with the reordering known; empty compares what charges it alone. What ships is tried first.
     """
     heads, kv_heads, groups = sizes.query_width // sizes.head_dim, sizes.num_kv_heads, sizes.attention_groups
     q = normal(1, length, heads, sizes.head_dim, device=device)

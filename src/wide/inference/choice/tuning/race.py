@@ -65,9 +65,8 @@ class Race:
 def measure(race: Race, *, rounds: int, until: float = math.inf, with_kernels: bool = False) -> list[Record]:
     """Compare every candidate, time those that agree, and return one JSON-ready record each.
 
-    Args:
-        until: Time of `time.monotonic` after which no further candidate is compiled or tried; peers come first.
-        with_kernels: Whether records name the kernels that one call launches, with their numbers.
+    After `until`, a `time.monotonic`, no further one is tried; peers come first. Records may name the kernels of a
+    call.
     """
     outcomes = _compare(race, until)
     agreeing = {

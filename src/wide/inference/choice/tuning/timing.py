@@ -15,13 +15,7 @@ _MAX_CALLS_IN_GRAPH = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Time of one call.
-
-    Args:
-        low_us: Tenth percentile.
-        high_us: Ninetieth percentile.
-        num_samples: Graph replays that were timed.
-    """
+    """Time of one call: median, tenth and ninetieth percentile of `num_samples` replays of a graph."""
 
     median_us: float
     low_us: float
@@ -30,17 +24,11 @@ class Timing:
 
 
 def time_interleaved(candidates: Mapping[str, Call | Sequence[Call]], *, rounds: int = 20) -> dict[str, Timing]:
-    """Time candidates against each other in one run.
+    """Time candidates against each other in one run, and return the time of one call by name.
 
-    Every candidate is captured into a CUDA graph; then each round replays every graph once, in an order that rotates,
-    so that changing clocks hit all alike. A graph holds as many calls as fill 0.4 ms.
-
-    Args:
-        candidates: A call without arguments by name, or several calls (for example on copies of the weights, so that
-            none is found in the cache) that are timed together and averaged.
-
-    Returns:
-        Time of one call by name.
+    Each is a call without arguments, or several (for example on copies of the weights, so that none is found in the
+    cache) that are averaged, captured into a CUDA graph; then each round replays every graph once, in an order that
+    rotates, so that changing clocks hit all alike. A graph holds as many calls as fill 0.4 ms.
     """
     graphs = {name: _capture(calls) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}

@@ -32,13 +32,7 @@ _ROUNDS, _QUICK_ROUNDS = 20, 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedLayer:
-    """A layer whose operators are measured.
-
-    Args:
-        attention: Whether tokens skip in its attention.
-        ffn: Whether tokens skip in its FFN.
-        query: Whether they may skip queries, which is not so where these are normed over all heads.
-    """
+    """A layer to measure: whether tokens skip in attention and FFN, and may skip queries (not if normed whole)."""
 
     sizes: LayerSizes
     attention: bool
@@ -55,13 +49,7 @@ class TunedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """One measured shape, as it is told while others are still to come.
-
-    Args:
-        done: Shapes that are behind, this one included.
-        name: Of this one, for example 'gate_up, 4096 rows'.
-        verdict: What was found, in words.
-    """
+    """One measured shape, such as 'gate_up, 4096 rows', as it is told while others are still to come."""
 
     done: int
     total: int
@@ -72,12 +60,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """What was measured.
-
-    Args:
-        choices: The fastest way of each shape, by its key in the table.
-        left_out: Shapes that no time was left for, by name; they stay dense.
-    """
+    """The fastest way of each shape by its key, and the names of shapes that no time was left for, which stay dense."""
 
     choices: Mapping[str, Choice]
     left_out: tuple[str, ...]
