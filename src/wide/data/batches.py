@@ -96,14 +96,10 @@ def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 class TokenBlocks:
-    """Blocks of a token stream, by index.
+    """Blocks of T tokens of a stream, by index; what is left at its end is not used.
 
-    Raises DataError if the stream is too short for one block.
-
-    Args:
-        sequence_length: Tokens in a block, T; what is left at the end of the stream is not used.
-        seed: Of the order in which `batch_at` visits the blocks.
-        split: Of the source that the text is, None if it is all of it.
+    The seed is of the order in which `batch_at` visits them; `split` is of the source that the text is, None if it is
+    all of it. Raises DataError if the stream is too short for one block.
     """
 
     def __init__(

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model, without remote code.
+    """Return the tokenizer of a hub name, folder, GGUF file or live model, without remote code.
 
-    Raises DataError if there is no tokenizer, or the name is a path to nothing, of which no hub is asked.
-
-    Args:
-        model: Hub name, folder, GGUF file, or a live Hugging Face model, whose configuration says where it came from.
+    A live model's configuration says where it came from. Raises DataError if there is no tokenizer, or the name is a
+    path to nothing, of which no hub is asked.
     """
     from transformers import AutoTokenizer
 

@@ -18,11 +18,9 @@ def quantise_int8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 weights [N, K] and float32 scales [N]; their product is off by half a scale at most.
 
-    A row of zeros has a scale above zero. A row that holds NaN or infinity has a scale that is not finite.
-
-    Args:
-        known: Scales, [N] or [1], of int8 values which these weights may be: then they are taken.
-        rotation: What blocks of K are multiplied by first (`hadamard`).
+    `known` scales, [N] or [1], are taken if these weights may be their int8 values; blocks of K are multiplied by a
+    `rotation` first (`hadamard`). A row of zeros has a scale above zero. A row that holds NaN or infinity has a scale
+    that is not finite.
     """
     values = rotated(weight.detach().float(), rotation)
     if known is not None and known.numel() in (1, len(values)):

@@ -40,13 +40,10 @@ class Step:
 def greedy_steps(gates: BlockGates, shares: Sequence[float] | None = None, sparsity: float = 1.0) -> Iterator[Step]:
     """Yield sublayers in the order of their removal, each step when it is asked for; of equals the first.
 
-    Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards. Raises EvaluationError if no loss
-    of a step is finite.
-
-    Args:
-        shares: Of each sublayer in the work, `[2L]`; one that would leave out more than `sparsity` by over half of the
-            smallest is passed over, so that others come as close as they can. None takes all in turn.
-        sparsity: Share of the work after which it ends.
+    Every step scores all sublayers that are left, so n steps cost O(n * 2L) forwards, until a share of the work,
+    `sparsity`, is gone. With `shares` of each sublayer in the work, `[2L]`, one that would leave out more by over half
+    of the smallest is passed over, so that others come as close as they can. Raises EvaluationError if no loss of a
+    step is finite.
     """
     keep = np.ones(2 * gates.num_layers, dtype=np.bool_)
     work = np.zeros(len(keep)) if shares is None else np.array(shares)

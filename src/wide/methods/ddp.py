@@ -106,15 +106,11 @@ class Exported(NamedTuple):
 
 
 def export(raw: Sequence[Tensor], *, pruned: int) -> Exported:
-    """Return the scales of trained gates, one kind of unit over all layers.
+    """Return the scales of trained gates z, float32 `[units]` per layer, one kind of unit over all layers.
 
-    At least one unit of each layer is kept; where its magnitude is 0, it keeps the smallest scale that any format of
-    weights can hold, which changes nothing.
-
-    Args:
-        raw: z per layer, float32 `[units]`.
-        pruned: Units that go, the smallest over all layers, first layers first among equals; more go only where more
-            have a magnitude of 0.
+    The `pruned` smallest units over all layers go, first layers first among equals, and more where more have a
+    magnitude of 0. At least one unit of each layer is kept; where its magnitude is 0, it keeps the smallest scale that
+    any format of weights can hold, which changes nothing.
     """
     magnitudes = torch.cat([z.detach().float().cpu() for z in raw]).relu()
     scales = magnitudes.clone()
@@ -254,10 +250,8 @@ class _Course:
 def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPConfig) -> Decision:
     """Train gates and return them as scales.
 
-    Raises:
-        ConfigError: If the sequences are longer than the blocks, or the target is out of reach.
-        UnsupportedModelError: If a layer's FFN is not of the known kind.
-        TrainingError: If a loss is not finite.
+    Raises ConfigError if the sequences are longer than the blocks, or the target is out of reach; UnsupportedModelError
+    if a layer's FFN is not of the known kind; TrainingError if a loss is not finite.
     """
     specs = discover(model)
     length = settings.sequence_length or blocks.sequence_length

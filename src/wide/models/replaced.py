@@ -19,12 +19,9 @@ class ReplacedWeights:
     """Puts other values into base parameters and keeps the originals, bit for bit, on the side.
 
     The parameters themselves stay the same objects, under LoRA's wrappers too. `weights` are new values by name in the
-    model's state dict, cast to the parameter's dtype; `control` says in which threads the originals compute.
-
-    Raises:
-        ShapeError: If a name is unknown, a shape differs, a value is not finite, or of tied parameters only one is
-            named or they are given different values.
-        UnsupportedModelError: If the model is sharded or offloaded.
+    model's state dict, cast to the parameter's dtype; `control` says in which threads the originals compute. Raises
+    ShapeError if a name is unknown, a shape differs, a value is not finite, or of tied parameters only one is named or
+    they are given different values; UnsupportedModelError if the model is sharded or offloaded.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], control: RoutingControl) -> None:

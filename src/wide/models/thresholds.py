@@ -88,11 +88,8 @@ def calibrate_thresholds(
     Each wanted point, in (0, 1), costs one pass over the batches; its threshold is guessed from the margins of its
     neighbour's pass, and what is stored is the sparsity that was then measured, as `half_weights` counts it. Between
     two measured points the table is filled from the margins of both; argmax is always one of its points. Pairs are
-    (sparsity, threshold), both strictly ascending. The thresholds in force are put back.
-
-    Raises:
-        NotAttachedError: If the model carries no routers.
-        ConfigError: If there is no batch, or a sparsity lies outside (0, 1).
+    (sparsity, threshold), both strictly ascending. The thresholds in force are put back. Raises NotAttachedError if the
+    model carries no routers, and ConfigError if there is no batch, or a sparsity lies outside (0, 1).
     """
     kept = list(batches)
     wrong = [value for value in sparsities if not 0.0 < value < 1.0]

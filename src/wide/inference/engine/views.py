@@ -75,7 +75,15 @@ class CacheView(Protocol):
         ...
 
 
-class PromptView:
+class _OwnKeys:
+    _cache: KvCache
+
+    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `CacheView`."""
+        return *self._cache.layer(layer), None
+
+
+class PromptView(_OwnKeys):
     """Several new tokens of each sequence, of which all have the same number of earlier ones, `past`."""
 
     is_step = False
@@ -84,10 +92,6 @@ class PromptView:
         self.batch, self.length = batch, length
         self.starts = cache.zeros + past if past else cache.zeros
         self._cache, self._past = cache, past
-
-    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `CacheView`."""
-        return *self._cache.layer(layer), None
 
     def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
@@ -123,7 +127,7 @@ class PromptView:
         )
 
 
-class ContinuedView:
+class ContinuedView(_OwnKeys):
     """New tokens of one sequence; only the device knows how many came before, int32 [1]: for CUDA graphs."""
 
     batch, is_step = 1, False
@@ -134,10 +138,6 @@ class ContinuedView:
         self._ends = starts + torch.arange(1, length + 1, dtype=torch.int32, device=starts.device)
         # By window, the same in all layers.
         self._runs: dict[int | None, Tensor] = {}
-
-    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `CacheView`."""
-        return *self._cache.layer(layer), None
 
     def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
@@ -158,7 +158,7 @@ class ContinuedView:
         )
 
 
-class StepView:
+class StepView(_OwnKeys):
     """One new token of each sequence, behind all that the cache holds of it."""
 
     length, is_step = 1, True
@@ -166,10 +166,6 @@ class StepView:
     def __init__(self, cache: KvCache) -> None:
         self.batch, self.starts, self.ends = cache.batch, cache.lengths, cache.lengths + 1
         self._cache = cache
-
-    def memory(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `CacheView`."""
-        return *self._cache.layer(layer), None
 
     def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""

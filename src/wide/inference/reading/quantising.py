@@ -32,11 +32,9 @@ class Weights:
 
         In the model's dtype they are moved into one buffer that their modules then view. In int8 they get a copy, and
         compute with it; their own weights move to host memory, but for that of the embedding where a head shares it.
-        Raises UnsupportedModelError if only some have a bias, or one has weights that cannot be quantised.
-
-        Args:
-            rounds: Whether many rows may be quantised.
-            rotates: Input channels of a group, or all: blocks that are rotated for int8 rows divide them. 1 = none.
+        With `rounds` many rows may be quantised; blocks that are rotated then divide the input channels `rotates`, of a
+        group or all. Raises UnsupportedModelError if only some have a bias, or one has weights that cannot be
+        quantised.
         """
         if len({linear.bias is None for linear in linears}) > 1:
             raise UnsupportedModelError(f"{where}: some of the projections have a bias and some have none")

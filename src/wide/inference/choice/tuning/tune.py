@@ -203,12 +203,10 @@ def _shapes(
 def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, Choice]]:
     """Return operator, case and fastest choice by `shape_key` from the records of races.
 
-    A product over one sort of many groups has an entry of its own beside, faster or not, as 'gemm_k_rows': what it
-    takes depends on masks, and those at hand may be more alike than the measured ones.
-
-    Args:
-        records: From `measure`, or from files of `wide bench`; those without a choice or a time are ignored, and so are
-            shapes of which only the dense product was timed with a choice.
+    Records are from `measure` or files of `wide bench`; those without a choice or a time are ignored, and so are shapes
+    of which only the dense product was timed with a choice. A product over one sort of many groups has an entry of its
+    own beside, faster or not, as 'gemm_k_rows': what it takes depends on masks, and those at hand may be more alike
+    than the measured ones.
     """
     shapes: dict[str, tuple[str, Case, list[Choice]]] = {}
     for record in records:
