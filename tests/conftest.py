@@ -32,12 +32,12 @@ PROSE = (
 )
 
 
-# Files that take more than ten seconds, longest first: begun last, one of them would run alone at the end.
+# Files that take more than five seconds, longest first: begun last, one of them would run alone at the end.
 LONGEST = (
-    *("compile_targets", "parallel", "engine", "agreement", "compare", "fuzz", "every_method", "commands", "static"),
-    *("serve", "profile", "callback", "families", "gemv_emulated", "start", "gemm_edges", "threads", "decoder"),
-    *("trainer", "stages", "materialise_use", "house", "paged", "static_stages", "glue", "ddp", "plugin"),
-    *("compare_on_gpus", "adapter", "routed", "native_compile", "cooppruner", "report", "stock_tools", "legible"),
+    *("compile_targets", "parallel", "every_method", "compare", "engine", "agreement", "commands", "serve"),
+    *("native_compile", "paged", "profile", "fuzz", "gemv_emulated", "families", "start", "static_stages", "static"),
+    *("callback", "gemm_edges", "trainer", "materialise_use", "threads", "compare_on_gpus", "decoder", "adapter"),
+    *("stock_tools", "plugin", "ddp", "int8", "house", "report", "legible", "routed", "stages", "glue", "cooppruner"),
 )
 
 
