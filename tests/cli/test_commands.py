@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_interrupted_run_goes_on_with_resume(tiny_model_folder, prose_folder, tm
     assert (tmp_path / "run" / "adapter" / "wide_config.json").exists()
 
 
-TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.main"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.main"]
 
 
 @pytest.mark.slow

@@ -84,7 +84,8 @@ def test_a_run_that_is_ended_at_any_moment_goes_on_to_the_same_result(number, co
         time.sleep(seconds * (moment + 0.5) / moments)
         os.kill(process, number)
         code = ended(process)
-        assert code in {0, *codes}, said.read_text()
+        # On a busy machine the signal may come before the command listens.
+        assert code in {0, *codes} or (code == -number and not output.exists()), said.read_text()
         assert "Traceback" not in said.read_text()
         counts["ended before" if code == 0 else "stopped"] += 1
         process = forked(lambda output=output: main([*command, "--output", str(output), "--resume"]), said)
@@ -202,6 +203,7 @@ def test_a_save_that_is_killed_leaves_a_whole_adapter(tiny_model_folder, tmp_pat
             for model in models:
                 save(model, adapter)
 
+    save(models[0], adapter)
     values = [{n: p for n, p in model.named_parameters() if n.endswith("wide_router.up")} for model in models]
     counts = Counter()
     for moment in range(60):
