@@ -13,7 +13,6 @@ from wide.kernels.device import DeviceFacts
 from wide.kernels.gemv import _triton as gemv
 
 # Largest shared memory of one block in bytes.
-SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 VALUES = dict.fromkeys(("Q", "K", "V"), "*bf16")
 FLOATS = dict.fromkeys(("scale", "cap_in", "cap_out"), "fp32") | dict.fromkeys(
     ("PART_OUT", "PART_MAX", "PART_SUM"), "*fp32"
@@ -92,7 +91,11 @@ def gemv_at(facts: DeviceFacts, rows: int, weights: str = "bf16") -> Iterator[di
 def kernels_at(target: int, head_dims: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Compile all of them, attention for each size of heads, without and with what is rare."""
     facts = DeviceFacts(
-        name="target", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=50 * 2**20
+        name="target",
+        capability=target,
+        num_sms=132,
+        shared_memory_bytes=compile_kernels.SHARED[target],
+        l2_bytes=50 * 2**20,
     )
     for head_dim in head_dims:
         yield prefill_at(facts, head_dim, edges=False, runs=True) | {"head_dim": head_dim, "edges": True}

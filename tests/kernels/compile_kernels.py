@@ -9,11 +9,14 @@ from machine_code import described
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import _triton as gemm_k
 from wide.kernels.gemm_mn import _triton as gemm_mn
 from wide.kernels.linear_int8 import _triton as linear_int8
 from wide.kernels.reorder import _triton as reorder
 
+# Largest shared memory of one block in bytes.
+SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 INT_POINTERS = ("INDEX", "PATTERNS", "COUNTS", "TILES", "NUM_TILES", "OFFSETS", "CHUNK_COUNTS", "HISTOGRAM")
 INT_POINTERS += ("ITEMS", "NUM_ITEMS", "UNIONS", "PLACES", "FOUND")
 SCALE_POINTERS = ("X_SCALE", "SCALE", "UP_SCALE")
@@ -80,7 +83,9 @@ def gemm_mn_at(target: int, *, int8: bool = False) -> dict[str, Any]:
     """Compile the gated GEMM-MN as its default tile for the target asks."""
     tma = target in (90, 100)
     block_n, block_k, stages = (128, 64, 4) if tma else (64, 32 if target in (89, 120) else 64, 3)
-    block_k *= 2 if int8 else 1
+    if int8:
+        block_k, stages = 128, 2 if block_k == 32 else stages
+        block_n = 64 if target == 100 else block_n
     kind = "i8" if int8 else "bf16"
     constants = {
         "G": 128,
@@ -155,8 +160,9 @@ def drain_at(target: int) -> dict[str, Any]:
 def int8_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile the dense products of int8 weights, their expansion, and what makes int8 rows."""
     types = {"WEIGHT": "*i8"}
+    facts = DeviceFacts(name="", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=0)
     for rows, width, int8 in ((1, 4096, 0), (64, 4096, 0), (64, 28672, 0), (256, 28672, 0), (4096, 4096, 1)):
-        tile = linear_int8.default_tile(rows, width, 132, int8_rows=bool(int8))
+        tile = linear_int8.default_tile(rows, width, facts, int8_rows=bool(int8))
         constants = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         flags = {"EVEN_K": True, "BIAS": None} | ({} if int8 else {"X_SCALE": None})
         kinds = {**types, "X": "*i8" if int8 else "*bf16"}

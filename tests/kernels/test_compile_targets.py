@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from wide.kernels.device import DeviceFacts
+from wide.kernels.linear_int8._triton import default_tile
 
 # Largest shared memory of one block in bytes.
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -57,6 +61,15 @@ def test_products_and_sorts_compile(target: int) -> None:
         assert sum(result["code"]["IGMMA"] > 0 for result in results) == 4
         # Reductions go out four values at a time.
         assert gemms["_gemm_k_kernel"]["F32x4"] > 0
+
+
+@pytest.mark.parametrize("target", SHARED)
+def test_int8_products_of_any_number_of_rows_fit_into_shared_memory(target: int) -> None:
+    facts = DeviceFacts(name="", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=0)
+    for rows, width, int8 in product((1, 17, 33, 65, 4096), (4096, 28672), (False, True)):
+        tile = default_tile(rows, width, facts, int8_rows=int8)
+        stage = tile.block_k * (tile.block_n + tile.rows * (1 if int8 else 2))
+        assert 2 <= tile.num_stages <= 1 + SHARED[target] // stage
 
 
 @pytest.mark.parametrize(("target", "head_dims"), HEADS)

@@ -70,13 +70,17 @@ def default_tile(device: torch.device, shape: MnShape, *, stacked: bool) -> MnTi
     """Return a tile that fits the device; `stacked` is what `is_stacked` says. Measured tables replace it."""
     facts = device_facts(device)
     if facts.capability in (90, 100, 103):
-        block_n = largest_tile(shape.group_size, 128 if shape.gated else 256)
+        # Later than sm_90 sums of int8 stay in registers.
+        widest = 128 if shape.dtype == torch.int8 and facts.capability != 90 else 256
+        block_n = largest_tile(shape.group_size, widest // 2 if shape.gated else widest)
         warps = 8 if shape.block_m >= 128 and block_n * (2 if shape.gated else 1) >= 128 else 4
         return MnTile(block_n, 128 // shape.dtype.itemsize, 4, warps, 1, 2 if shape.gated and stacked else 1)
     block_n = largest_tile(shape.group_size, 64 if shape.gated else 128)
-    block_k = 32 if shape.dtype == torch.float32 or facts.capability in (89, 120) else 64
-    block_k *= 2 if shape.dtype == torch.int8 else 1
-    return MnTile(block_n, block_k, 3, 8 if shape.block_m >= 128 else 4)
+    block_k, stages = 32 if shape.dtype == torch.float32 or facts.capability in (89, 120) else 64, 3
+    if shape.dtype == torch.int8:
+        # Three stages of 64 spill on sm_89.
+        block_k, stages = 128, 2 if block_k == 32 else 3
+    return MnTile(block_n, block_k, stages, 8 if shape.block_m >= 128 else 4)
 
 
 def supports(shape: MnShape) -> str | None:

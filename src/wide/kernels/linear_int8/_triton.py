@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wide.kernels.device import device_facts, elementwise_obstacle, half_obstacle, triton_obstacle
+from wide.kernels.device import DeviceFacts, device_facts, elementwise_obstacle, half_obstacle, triton_obstacle
 from wide.kernels.linear_int8.op import BACKENDS, EXPAND_BACKENDS, QUANTISE_BACKENDS
 
 _EXPANDED_AT_ONCE = 4096
@@ -27,16 +27,20 @@ class Int8Tile(NamedTuple):
     num_warps: int
 
 
-def default_tile(num_rows: int, width: int, num_sms: int, *, int8_rows: bool = False) -> Int8Tile:
+def default_tile(num_rows: int, width: int, facts: DeviceFacts, *, int8_rows: bool = False) -> Int8Tile:
     """Return a tile with which most multiprocessors have work: reading weights is what takes the time of few rows."""
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
     if int8_rows:
-        return Int8Tile(128, 128, 128, 3, 8) if rows == 128 else Int8Tile(64, 256, rows, 4, 4)
-    if rows <= 32:
-        return Int8Tile(32, 512, rows, 3, 4)
-    if rows <= 64 and width < 40 * num_sms:
-        return Int8Tile(32, 256, rows, 4, 4)
-    return Int8Tile(64, 128, rows, 5, 4)
+        tile = Int8Tile(128, 128, 128, 3, 8) if rows == 128 else Int8Tile(64, 256, rows, 4, 4)
+    elif rows <= 32:
+        tile = Int8Tile(32, 512, rows, 3, 4)
+    elif rows <= 64 and width < 40 * facts.num_sms:
+        tile = Int8Tile(32, 256, rows, 4, 4)
+    else:
+        tile = Int8Tile(64, 128, rows, 5, 4)
+    # Shared memory holds one stage less, which sm_89 and sm_120 have less of.
+    stage = tile.block_k * (tile.block_n + tile.rows * (1 if int8_rows else 2))
+    return tile._replace(num_stages=min(tile.num_stages, max(2, 1 + facts.shared_memory_bytes // stage)))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -89,7 +93,7 @@ def linear_int8(
 ) -> torch.Tensor:
     """Run `linear_int8_reference` in one kernel."""
     (num_rows, depth), width = x.shape, weight.shape[0]
-    tile = default_tile(num_rows, width, device_facts(x.device).num_sms, int8_rows=x_scale is not None)
+    tile = default_tile(num_rows, width, device_facts(x.device), int8_rows=x_scale is not None)
     out = x.new_empty(num_rows, width, dtype=dtype or x.dtype)
     _linear_int8[(triton.cdiv(width, tile.block_n), triton.cdiv(num_rows, tile.rows))](
         x, weight, scale, bias, x_scale, out,

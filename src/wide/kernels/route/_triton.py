@@ -42,7 +42,7 @@ def default_tile(facts: DeviceFacts, num_rows: int) -> RouteTile:
     """Return the largest tile that still gives most multiprocessors rows of their own."""
     block_m = next((b for b in (128, 64, 32) if num_rows >= b * facts.num_sms * 3 // 4), SMALLEST_BLOCK)
     # Only warp-group products leave registers for 64 groups at a time.
-    block_g = 64 if facts.capability in (90, 100, 103) else 32
+    block_g = 64 if facts.capability == 90 else 32
     if facts.capability in _SMALL_SHARED_MEMORY:
         return RouteTile(min(block_m, 64), 64, block_g, 4, 3)
     return RouteTile(block_m, 128, block_g, 4 if block_m <= 64 else 8, 4 if block_m <= 64 else 3)
@@ -97,7 +97,7 @@ def _decide(
         to = MASK + rows.to(tl.int64)[:, None] * NUM_GROUPS + groups[None, :]
         tl.store(to, executes.to(tl.uint8), mask=in_rows & in_groups)
         if COUNTS is not None:
-            tl.atomic_add(COUNTS, tl.sum(tl.sum(executes.to(tl.int32), 1), 0))
+            tl.atomic_add(COUNTS, tl.sum(executes.to(tl.int32)))
     if COUNTS is not None:
         tl.atomic_add(COUNTS + 1, tl.sum(tl.sum(is_real.to(tl.int32), 1), 0))
 
