@@ -90,13 +90,7 @@ def gemv_at(facts: DeviceFacts, rows: int, weights: str = "bf16") -> Iterator[di
 
 def kernels_at(target: int, head_dims: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Compile all of them, attention for each size of heads, without and with what is rare."""
-    facts = DeviceFacts(
-        name="target",
-        capability=target,
-        num_sms=132,
-        shared_memory_bytes=compile_kernels.SHARED[target],
-        l2_bytes=50 * 2**20,
-    )
+    facts = compile_kernels.facts_of(target)
     for head_dim in head_dims:
         yield prefill_at(facts, head_dim, edges=False, runs=True) | {"head_dim": head_dim, "edges": True}
         for edges in (False, True):

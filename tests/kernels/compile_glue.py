@@ -7,7 +7,6 @@ from typing import Any
 import compile_kernels
 
 from wide.kernels.clear_skipped import _triton as clear_skipped
-from wide.kernels.device import DeviceFacts
 from wide.kernels.rms_norm import _triton as rms_norm
 from wide.kernels.rope import _triton as rope
 from wide.kernels.route import _triton as route
@@ -45,7 +44,7 @@ def kernels_at(target: int) -> Iterator[dict[str, Any]]:
         form = {"HEADS": at_once, "GROUP": group, "R": turned, "INTERLEAVED": other, "UNIT_OFFSET": other}
         yield build(rope._rope_to_cache, target, heads | form, 4, 3, **TYPES)
     router = {"D": 4096, "R": 32, "BLOCK_R": 32, "PARTS": 2, "NUM_GROUPS": 112, "OFFSET": None}
-    facts = DeviceFacts(name="target", capability=target, num_sms=132, shared_memory_bytes=0, l2_bytes=0)
+    facts = compile_kernels.facts_of(target)
     for num_rows in (16, 8192, 16384):
         tile = route.default_tile(facts, num_rows)
         names = {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "BLOCK_G": tile.block_g}

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import triton
 from machine_code import described
 from triton.backends.compiler import GPUTarget
@@ -11,9 +12,12 @@ from triton.compiler import ASTSource
 
 from wide.kernels.device import DeviceFacts
 from wide.kernels.gemm_k import _triton as gemm_k
+from wide.kernels.gemm_k.op import KShape
 from wide.kernels.gemm_mn import _triton as gemm_mn
+from wide.kernels.gemm_mn.op import MnShape
 from wide.kernels.linear_int8 import _triton as linear_int8
 from wide.kernels.reorder import _triton as reorder
+from wide.kernels.reordering import BLOCK_M
 
 # Largest shared memory of one block in bytes.
 SHARED = {80: 166912, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -79,55 +83,66 @@ def build(
     }
 
 
+def facts_of(target: int) -> DeviceFacts:
+    """Return what the default tiles ask of a device of a target."""
+    return DeviceFacts(
+        name="target", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=50 * 2**20
+    )
+
+
+def default_tile(module: Any, target: int, shape: Any, **options: Any) -> Any:
+    """Return the tile that a backend takes where nothing was measured, as if a device of the target were here."""
+    module.device_facts = lambda _: facts_of(target)
+    return module.default_tile(torch.device("cpu"), shape, **options)
+
+
 def gemm_mn_at(target: int, *, int8: bool = False) -> dict[str, Any]:
-    """Compile the gated GEMM-MN as its default tile for the target asks."""
-    tma = target in (90, 100)
-    block_n, block_k, stages = (128, 64, 4) if tma else (64, 32 if target in (89, 120) else 64, 3)
-    if int8:
-        block_k, stages = 128, 2 if block_k == 32 else stages
-        block_n = 64 if target == 100 else block_n
-    kind = "i8" if int8 else "bf16"
+    """Compile the gated GEMM-MN with its default tile."""
+    dtype, kind = (torch.int8, "i8") if int8 else (torch.bfloat16, "bf16")
+    shape = MnShape(dtype, 128, 4096, gated=True)
+    tile = default_tile(gemm_mn, target, shape, stacked=False)
     constants = {
         "G": 128,
-        "BLOCK_M": 128,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
         "GATED": True,
         "ACTIVATION": "silu",
         "BIAS": None,
         "UP_BIAS": None,
-        "WEIGHTS_BY": int(tma),
+        "WEIGHTS_BY": tile.weights_by,
         "WHOLE_K": True,
         "PRECISION": "tf32",
     }
     constants |= {} if int8 else dict.fromkeys(SCALE_POINTERS)
-    weights = dict.fromkeys(("W", "W_UP"), f"tensordesc<{kind}[{block_n}, {block_k}]>" if tma else f"*{kind}")
-    return build(gemm_mn._gemm_mn_kernel, target, constants, 8, stages, X=f"*{kind}", **weights)
+    box = f"tensordesc<{kind}[{tile.block_n}, {tile.block_k}]>"
+    weights = dict.fromkeys(("W", "W_UP"), box if tile.weights_by else f"*{kind}")
+    return build(gemm_mn._gemm_mn_kernel, target, constants, tile.num_warps, tile.num_stages, X=f"*{kind}", **weights)
 
 
 def gemm_k_at(target: int, reduces: bool, run: int, *, int8: bool = False) -> dict[str, Any]:
-    """Compile GEMM-K that stores bfloat16 or reduces into float32; `run` tiles in one loop."""
-    tma = target in (90, 100)
-    block_k = (32 if target in (89, 120) else 64) * (2 if int8 else 1)
-    kind = "i8" if int8 else "bf16"
+    """Compile GEMM-K with its default tile; it stores bfloat16 or reduces into float32, `run` tiles in one loop."""
+    dtype, kind = (torch.int8, "i8") if int8 else (torch.bfloat16, "bf16")
+    tile = default_tile(gemm_k, target, KShape(dtype, 4096, 112, 128, 4096), block_m=BLOCK_M)
     constants = {
         "S": 8,
         "G": 128,
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": block_k,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
         "RUN": run,
         "PIECES": 2,
         "REDUCES": reduces,
         "BIAS": None,
-        "BY_TMA": tma,
+        "BY_TMA": tile.weights_by == 1,
         "PRECISION": "tf32",
     }
     constants |= {} if int8 else {"X_SCALE": None, "SCALE": None}
-    types = {"H": f"*{kind}", "W": f"tensordesc<{kind}[128, {block_k}]>" if tma else f"*{kind}"}
+    box = f"tensordesc<{kind}[{tile.block_n}, {tile.block_k}]>"
+    types = {"H": f"*{kind}", "W": box if tile.weights_by else f"*{kind}"}
     if reduces:
         types["OUT"] = "*fp32"
-    return build(gemm_k._gemm_k_kernel, target, constants, 4 if target == 90 else 8, 3, **types)
+    return build(gemm_k._gemm_k_kernel, target, constants, tile.num_warps, tile.num_stages, **types)
 
 
 def reorder_at(target: int) -> Iterator[dict[str, Any]]:
@@ -160,9 +175,8 @@ def drain_at(target: int) -> dict[str, Any]:
 def int8_at(target: int) -> Iterator[dict[str, Any]]:
     """Compile the dense products of int8 weights, their expansion, and what makes int8 rows."""
     types = {"WEIGHT": "*i8"}
-    facts = DeviceFacts(name="", capability=target, num_sms=132, shared_memory_bytes=SHARED[target], l2_bytes=0)
     for rows, width, int8 in ((1, 4096, 0), (64, 4096, 0), (64, 28672, 0), (256, 28672, 0), (4096, 4096, 1)):
-        tile = linear_int8.default_tile(rows, width, facts, int8_rows=bool(int8))
+        tile = linear_int8.default_tile(rows, width, facts_of(target), int8_rows=bool(int8))
         constants = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         flags = {"EVEN_K": True, "BIAS": None} | ({} if int8 else {"X_SCALE": None})
         kinds = {**types, "X": "*i8" if int8 else "*bf16"}

@@ -75,7 +75,9 @@ def default_tile(device: torch.device, shape: KShape, block_m: int) -> KTile:
     columns = facts.l2_bytes // 2 // (4 * max(1, shape.num_rows))
     slab = 0 if columns >= shape.width else max(block_n, columns // block_n * block_n)
     if facts.capability in (90, 100, 103):
-        return KTile(block_n, block_k, 3, 4 if block_m * block_n <= 128 * 128 else 8, 2, 1, slab, 4)
+        # Later than sm_90 sums of int8 stay in registers.
+        has_few_sums = block_m * block_n <= 128 * (64 if shape.dtype == torch.int8 and facts.capability != 90 else 128)
+        return KTile(block_n, block_k, 3, 4 if has_few_sums else 8, 2, 1, slab, 4)
     if facts.capability in (89, 120):
         block_k = min(block_k, 64 // shape.dtype.itemsize)
     return KTile(block_n, block_k, 3, 8 if block_m >= 128 else 4, 1, 0, slab)
