@@ -1,31 +1,40 @@
 """Send requests of which many are dropped at random places: python aborts.py FOLDER REQUESTS.
 
-Prints how many finished, were dropped and were lost, whether the survivors' tokens are those of the same prompt asked
-alone, which keys stay in use, and how the memory of this process grew in the second half.
+Prints how many finished, were dropped and were lost, how many survivors' tokens are not those of the same prompt asked
+alone, how many requests stay behind, and how the memory of this process, and of GPUs, grew in the second half. On a
+GPU the engine runs in bfloat16, where tokens may differ between batches.
 """
 
 import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 
 AT_ONCE, NEW = 24, 12
 
 
-def resident():
+def used(on_gpu):
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
+        found = {"grown_mib": int(file.read().split()[1]) * 4096 / 2**20}
+    if on_gpu:
+        # The engine is another process.
+        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        found["grown_gpu_mib"] = sum(map(int, subprocess.check_output(asked, text=True).split()))
+    return found
 
 
 async def main():
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    folder, count = sys.argv[1], int(sys.argv[2])
-    asked = {"dtype": "float32", "max_model_len": 160, "skip_tokenizer_init": True, "max_num_batched_tokens": 256}
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, enforce_eager=True, **asked))
+    folder, count, on_gpu = sys.argv[1], int(sys.argv[2]), current_platform.is_cuda()
+    asked = {"max_model_len": 160, "skip_tokenizer_init": True, "max_num_batched_tokens": 256}
+    asked |= {"dtype": "bfloat16"} if on_gpu else {"dtype": "float32", "enforce_eager": True}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **asked))
     draw = random.Random(3)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.choice((1, 7, 40, 90)))] for _ in range(16)]
     wanted = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
@@ -61,11 +70,12 @@ async def main():
     grown = []
     for half in range(2):
         await asyncio.gather(*(one(number) for number in range(half * count // 2, (half + 1) * count // 2)))
-        grown.append(resident())
+        grown.append(used(on_gpu))
     await asyncio.sleep(1)
     left = len(engine.output_processor.request_states)
     await ask("last", 0, None)
-    print("aborts", json.dumps(found | {"left": left, "grown_mib": round(grown[1] - grown[0], 1), "sent": count}))
+    found |= {name: round(grown[1][name] - grown[0][name], 1) for name in grown[0]}
+    print("aborts", json.dumps(found | {"left": left, "sent": count}))
     engine.shutdown()
 
 
