@@ -45,7 +45,10 @@ def prefill_at(facts: DeviceFacts, head_dim: int, *, edges: bool, runs: bool = F
     types = dict(TYPES)
     if tile.uses_tma:
         types["K"] = types["V"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {block_d}]>"
-    return build(prefill._attention_prefill, facts.capability, constants, tile.num_warps, tile.num_stages, **types)
+    how = {"is_read": edges and head_dim == 128}
+    return build(
+        prefill._attention_prefill, facts.capability, constants, tile.num_warps, tile.num_stages, **how, **types
+    )
 
 
 def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def decode_at(facts: DeviceFacts, head_dim: int, *, edges: bool) -> dict[str, An
     }
     if not edges:
         constants |= {"STARTS": None, "PAGES": None, "window": None}
-    return build(decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **TYPES)
+    how = {"is_read": edges and head_dim == 128}
+    return build(decode._attend_share, facts.capability, constants, tile.num_warps, tile.num_stages, **how, **TYPES)
 
 
 def merge_at(facts: DeviceFacts) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import triton
-from machine_code import described
+from machine_code import described, usage_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -47,9 +47,14 @@ def build(
     warps: int,
     stages: int,
     divisible: Sequence[str] = (),
+    *,
+    is_read: bool = False,
     **types: str,
 ) -> dict[str, Any]:
-    """Compile one kernel and read what it uses from its machine code; `divisible` names further multiples of 16."""
+    """Compile one kernel and read what it uses from its machine code, and where `is_read` its instructions, too.
+
+    `divisible` names further multiples of 16.
+    """
     pointers = dict.fromkeys(INT_POINTERS, "*i32") | dict.fromkeys(VALUE_POINTERS, "*bf16")
     pointers |= dict.fromkeys(BYTE_POINTERS, "*u8") | dict.fromkeys(SCALE_POINTERS, "*fp32") | types
     signature: dict[str, str] = {}
@@ -67,14 +72,14 @@ def build(
     )
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    code, usage = described(compiled.asm["cubin"])
+    image = compiled.asm["cubin"]
+    code, usage = described(image) if is_read else ("", usage_of(image))
     found = re.search(r"STACK:(\d+)", usage)
     return {
         "kernel": kernel.fn.__name__,
         "target": target,
         "shared": compiled.metadata.shared,
         "stack": int(found.group(1)) if found else -1,
-        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "order": "".join(re.findall(r"\b(LDG|STG|BAR)\b", code)),
         "code": {
             word: len(re.findall(word, code))
@@ -117,7 +122,8 @@ def gemm_mn_at(target: int, *, int8: bool = False) -> dict[str, Any]:
     constants |= {} if int8 else dict.fromkeys(SCALE_POINTERS)
     box = f"tensordesc<{kind}[{tile.block_n}, {tile.block_k}]>"
     weights = dict.fromkeys(("W", "W_UP"), box if tile.weights_by else f"*{kind}")
-    return build(gemm_mn._gemm_mn_kernel, target, constants, tile.num_warps, tile.num_stages, X=f"*{kind}", **weights)
+    types = {"X": f"*{kind}", **weights}
+    return build(gemm_mn._gemm_mn_kernel, target, constants, tile.num_warps, tile.num_stages, is_read=True, **types)
 
 
 def gemm_k_at(target: int, reduces: bool, run: int, *, int8: bool = False) -> dict[str, Any]:
@@ -142,7 +148,7 @@ def gemm_k_at(target: int, reduces: bool, run: int, *, int8: bool = False) -> di
     types = {"H": f"*{kind}", "W": box if tile.weights_by else f"*{kind}"}
     if reduces:
         types["OUT"] = "*fp32"
-    return build(gemm_k._gemm_k_kernel, target, constants, tile.num_warps, tile.num_stages, **types)
+    return build(gemm_k._gemm_k_kernel, target, constants, tile.num_warps, tile.num_stages, is_read=True, **types)
 
 
 def reorder_at(target: int) -> Iterator[dict[str, Any]]:
@@ -169,7 +175,8 @@ def items_at(target: int) -> Iterator[dict[str, Any]]:
 def drain_at(target: int) -> dict[str, Any]:
     """Compile the drain of GEMM-K that clears what it read; `ordered`: a barrier stands between its load and clear."""
     types = {"TOTAL": "*fp32"}
-    return build(gemm_k._drain_kernel, target, {"BIAS": None, "CLEARS": True, "BLOCK": 1024}, 4, 3, **types)
+    constants = {"BIAS": None, "CLEARS": True, "BLOCK": 1024}
+    return build(gemm_k._drain_kernel, target, constants, 4, 3, is_read=True, **types)
 
 
 def int8_at(target: int) -> Iterator[dict[str, Any]]:
@@ -180,9 +187,9 @@ def int8_at(target: int) -> Iterator[dict[str, Any]]:
         constants = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
         flags = {"EVEN_K": True, "BIAS": None} | ({} if int8 else {"X_SCALE": None})
         kinds = {**types, "X": "*i8" if int8 else "*bf16"}
-        strides = {"divisible": ("stride_xm", "stride_wn")}
+        how = {"divisible": ("stride_xm", "stride_wn"), "is_read": bool(int8)}
         yield build(
-            linear_int8._linear_int8, target, constants | flags, tile.num_warps, tile.num_stages, **strides, **kinds
+            linear_int8._linear_int8, target, constants | flags, tile.num_warps, tile.num_stages, **how, **kinds
         )
     yield build(linear_int8._expand_int8, target, {"BLOCK": 4096}, 4, 3, **types)
     for masked, segment, segments in ((False, 256, 16), (True, 128, 128), (True, 64, 256)):

@@ -8,20 +8,24 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_CALLS = {"code": ("nvdisasm", "-c"), "usage": ("cuobjdump", "-res-usage")}
 
 
 def described(image: bytes) -> tuple[str, str]:
-    """Return the instructions of a cubin, and what its functions use.
+    """Return the instructions of a cubin, and what its functions use."""
+    return _said(image, "nvdisasm", "-c"), usage_of(image)
 
-    Both are kept in Triton's cache beside what it compiled: reading machine code takes as long as making it.
-    """
+
+def usage_of(image: bytes) -> str:
+    """Return what the functions of a cubin use. What spills has a stack, and this takes no time beside instructions."""
+    return _said(image, "cuobjdump", "-res-usage")
+
+
+def _said(image: bytes, tool: str, option: str) -> str:
+    """Return what a tool says, kept in Triton's cache beside what that compiled: it takes as long as compiling."""
     cache = get_cache_manager(hashlib.sha256(image).hexdigest())
-    kept = {name: cache.get_file(name) for name in _CALLS}
-    if None in kept.values():
+    kept = cache.get_file(tool)
+    if kept is None:
         file = cache.put(image, "kernel.cubin")
-        for name, (tool, option) in _CALLS.items():
-            said = subprocess.run([_TOOLS / tool, option, file], capture_output=True, text=True, check=True).stdout
-            kept[name] = cache.put(said, name, binary=False)
-    code, usage = (Path(kept[name]).read_text() for name in _CALLS)
-    return code, usage
+        said = subprocess.run([_TOOLS / tool, option, file], capture_output=True, text=True, check=True).stdout
+        kept = cache.put(said, tool, binary=False)
+    return Path(kept).read_text()

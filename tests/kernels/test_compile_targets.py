@@ -41,7 +41,7 @@ def _compiled(program: str, target: int, head_dims: tuple[int, ...] | None = Non
     asked = head_dims or (FEW if target == 90 else FEW + MORE)
     results = [result for result in _all_compiled(target, asked) if result["program"] == program]
     for result in results:
-        assert result["spills"] == 0, result
+        # What spills has a stack to spill to.
         assert result["stack"] == 0, result
         assert result["shared"] <= SHARED[target], result
     return results
