@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -262,7 +261,8 @@ def measure(
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             sys.stdout.write(f"{name}: stopped after {seconds:g} s; what it wrote counts\n")
-            process.send_signal(signal.SIGINT)
+            # Shells have what runs behind them ignore Ctrl-C.
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
         finally:
