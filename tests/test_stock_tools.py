@@ -54,8 +54,8 @@ def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wi
         "import wide, json, os, torch\n"
         "torch.set_num_threads(1)\n"
         f"sliced = wide.load_checkpoint({str(tmp_path)!r})\n"
-        f"total = sliced(torch.tensor({tokens().tolist()})).logits.float().sum().item()\n"
-        "print(json.dumps([type(sliced).__name__, str(sliced.dtype), total]))\n"
+        f"last = sliced(torch.tensor({tokens().tolist()})).logits[:, -1].tolist()\n"
+        "print(json.dumps([type(sliced).__name__, str(sliced.dtype), last]))\n"
         "from transformers.cli.serving.model_manager import ModelManager\n"
         f"model, tokenizer = ModelManager(device='cpu').load_model_and_processor({f'{folder}@main'!r})\n"
         "logits = model(torch.arange(8)[None]).logits[0, -1]\n"
@@ -65,9 +65,12 @@ def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wi
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     of_sliced, of_server = map(json.loads, said.splitlines())
+    assert of_sliced[:2] == ["SlicedLlamaForCausalLM", "torch.bfloat16"]
     with torch.no_grad():
-        total = sliced(tokens()).logits.float().sum().item()
-    assert of_sliced == ["SlicedLlamaForCausalLM", "torch.bfloat16", pytest.approx(total, rel=1e-3)]
+        # Products round to bfloat16 in an order that depends on where memory lies.
+        torch.testing.assert_close(
+            torch.tensor(of_sliced[2]), sliced(tokens()).logits[:, -1].float(), atol=0.01, rtol=0.02
+        )
     template, last = of_server
     assert template
     assert torch.equal(torch.tensor(last), logits[0, -1])
