@@ -20,6 +20,8 @@ settings.load_profile("wide")
 # Read by Triton when it and each kernel are imported, which any test module may do first.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # Seeds of devices that are not there would be noted with the stack of each call: a millisecond for every test.
+    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda _seed: None
 # Threads cost tiny models more than they give, above all where several processes share the cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
