@@ -21,6 +21,7 @@ from wide.errors import DataError
 _EXCLUDED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "turtledemo"}
 _EXCLUDED |= {"pydoc_data", "_bundled", "__pycache__"}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 @cache
@@ -71,6 +72,9 @@ def _sources(root: Path) -> Iterator[tuple[str, Path]]:
 def _docstrings(path: Path) -> Iterator[str]:
     # The standard library holds deliberately broken files (fixtures of its own parsers).
     with suppress(SyntaxError, UnicodeDecodeError, ValueError), tokenize.open(path) as file:
-        for node in ast.walk(ast.parse(file.read())):
+        # Breadth first, without expressions, which hold no docstring and are most of the nodes.
+        nodes: list[ast.AST] = [ast.parse(file.read())]
+        for node in nodes:
+            nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, _HOLDERS)]
             if isinstance(node, _DOCUMENTED) and (text := (ast.get_docstring(node) or "").strip()):
                 yield text
