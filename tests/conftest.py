@@ -164,12 +164,21 @@ def prose_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_calibration(request):
-    """Calibrate from little text: many tiny batches would take most of the time of tests that train."""
+    """Calibrate from little text for few thresholds: many tiny batches would take most of the time of trainings."""
     with pytest.MonkeyPatch.context() as patch:
         # The import takes seconds where a folder is run alone.
         if request.path.parent.name not in ("architecture", "data", "docs", "kernels"):
             patch.setattr("wide.training.inference_target._MIN_TOKENS", 256)
+            patch.setattr("wide.training.inference_target.DEFAULT_POINTS", (0.1, 0.5, 0.9))
         yield
+
+
+@pytest.fixture
+def every_point(monkeypatch):
+    """Calibrate for as many thresholds as users do, for tests of how well a target is met."""
+    from wide.models.thresholds import DEFAULT_POINTS
+
+    monkeypatch.setattr("wide.training.inference_target.DEFAULT_POINTS", DEFAULT_POINTS)
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,7 @@ def test_the_router_learns_from_both_halves(cut):
 
 
 @pytest.mark.parametrize("match", ["nominal", "linear_flops"])
+@pytest.mark.usefixtures("every_point")
 def test_training_meets_the_target_with_the_routers_alone(match, tmp_path):
     model, text = dense_model(), blocks()
     run = {"stage": stage(steps=20, batch_size=16), "objective": ObjectiveConfig(), "output": tmp_path}

@@ -242,6 +242,7 @@ def test_skipping_saves_keys_values_and_cache():
     assert found.linear_flops_layers == pytest.approx(found.mean)
 
 
+@pytest.mark.usefixtures("every_point")
 def test_training_meets_the_target_over_all_layers(tmp_path):
     model, text = dense_model(num_hidden_layers=3), blocks_of_text()
     run = {"stage": stage(steps=20, batch_size=16), "objective": ObjectiveConfig(), "output": tmp_path}

@@ -72,6 +72,7 @@ def test_a_followed_ffn_counts_as_routed_and_a_dense_one_does_not():
 
 
 @pytest.mark.parametrize(("match", "uniform"), [("nominal", False), ("linear_flops", False), ("linear_flops", True)])
+@pytest.mark.usefixtures("every_point")
 def test_wide_meets_its_target_in_either_measure(match, uniform, tmp_path):
     model, text = dense_model(), blocks()
     settings = dataclasses.replace(SETTINGS, uniform=uniform)

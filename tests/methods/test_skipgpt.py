@@ -111,6 +111,7 @@ def test_cached_decoding_is_the_full_forward(form, router_input):
         (route_original, SkipGPTOriginalConfig(), "mlp", "layer_input", 8),
     ],
 )
+@pytest.mark.usefixtures("every_point")
 def test_training_meets_the_target_with_the_routers_alone(row, settings, form, router_input, rank):
     model, text, steps = dense_model(), blocks(), 40
     run = {"stage": stage(steps=steps, batch_size=16), "objective": ObjectiveConfig(weight=10.0)}

@@ -153,20 +153,19 @@ def replicated(folder, _model, _rank):
     clustered = WideConfig(**GROUPS, ffn_grouping="clustered", start_tokens=128)
     model = prune(dense_model(), RandomSource(), config=clustered, stage=stage(steps=1))
     save_file(attachment(model).regrouped.orders(), str(folder / f"orders-{parallel.rank}.safetensors"))
-    _calibrate(folder, parallel)
+    (folder / f"thresholds-{parallel.rank}.json").write_text(json.dumps(calibrated(parallel.rank, parallel)))
     _refuse_together(folder, parallel)
 
 
-def own_text(rank):
-    """Return a text of so few tokens that tables of thresholds have other lengths than those of another rank's."""
-    return [batch(rows=1, length=4, seed=rank)]
+def calibrated(rank, parallel):
+    """Return the thresholds that a process ends with where each has text of its own.
 
-
-def _calibrate(folder, parallel):
-    """Write the thresholds that a process ends with where each has text of its own."""
-    model = routed_model()
-    inference_target.meet_target(model, own_text(parallel.rank), FAR, adjust=True, parallel=parallel)
-    (folder / f"thresholds-{parallel.rank}.json").write_text(json.dumps(attachment(model).thresholds_by_sparsity))
+    It has so few tokens that the tables of two ranks have other lengths.
+    """
+    model, text = routed_model(), [batch(rows=1, length=4, seed=rank)]
+    with patch.object(inference_target, "DEFAULT_POINTS", thresholds.DEFAULT_POINTS):
+        inference_target.meet_target(model, text, FAR, adjust=True, parallel=parallel)
+    return attachment(model).thresholds_by_sparsity
 
 
 def _refuse_together(folder, parallel):

@@ -19,7 +19,6 @@ import wide
 from wide.config import ObjectiveConfig, WideConfig
 from wide.models.attach import attachment
 from wide.training import inference_target
-from wide.training.inference_target import meet_target
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import StageOptions
@@ -114,9 +113,7 @@ def test_processes_that_share_the_clustering_all_have_the_orders_of_one_process(
 def test_processes_with_text_of_their_own_end_with_the_thresholds_of_the_first(found):
     points = []
     for rank in range(2):
-        model = routed_model()
-        meet_target(model, ranks.own_text(rank), ranks.FAR, adjust=True, parallel=DataParallel())
-        points.append([list(point) for point in attachment(model).thresholds_by_sparsity])
+        points.append([list(point) for point in ranks.calibrated(rank, DataParallel())])
         assert json.loads((found / f"thresholds-{rank}.json").read_text()) == points[0]
     assert len(points[0]) != len(points[1])
 

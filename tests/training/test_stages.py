@@ -36,6 +36,7 @@ def lora_stage(**changes):
     return RecoverConfig(**({"steps": 6, "batch_size": 4, "sequence_length": 16, "lora_rank": 2} | changes))
 
 
+@pytest.mark.usefixtures("every_point")
 def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts, tiny_tokenizer, tmp_path, monkeypatch):
     # As many as a user's run reads, so that other text agrees.
     monkeypatch.setattr(inference_target, "_MIN_TOKENS", 4096)
@@ -61,6 +62,7 @@ def test_pruning_texts_meets_the_target_at_inference_and_saves_an_adapter(texts,
     assert not pruned.training
 
 
+@pytest.mark.usefixtures("every_point")
 def test_a_target_for_attention_and_ffn_each_is_met_by_a_threshold_each(texts, tiny_tokenizer, tmp_path):
     objective = ObjectiveConfig(sparsity=0.4, target="uniform", weight=0.0)
     pruned = prune(

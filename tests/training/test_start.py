@@ -114,6 +114,7 @@ def test_margins_follow_what_is_to_be_predicted_at_any_rank():
 
 
 @pytest.mark.parametrize("measure", ["mean", "linear_flops"])
+@pytest.mark.usefixtures("every_point")
 def test_fitted_routers_meet_the_target_and_skip_what_matters_least(measure):
     text, losses = batches(), {}
     for kind in ("fitted", "random"):
