@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "batches_on_cpu" in item.keywords and torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="transformers' generate_batch runs on the GPU that is there"))
 
 
 def pytest_collection_finish(session):

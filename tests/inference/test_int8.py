@@ -28,7 +28,6 @@ CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 CLOSE = {"atol": 5e-5, "rtol": 2e-4}
 # Twenty-four rows take the gathered operators, eight the dense products, and one to four those for few rows.
 SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
-ON_HOST = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, transformers batches on it")
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -137,7 +136,7 @@ def test_a_rotation_spreads_what_stands_out(channels, size):
     assert errors[1] < 0.5 * errors[0]
 
 
-@ON_HOST
+@pytest.mark.batches_on_cpu
 def test_batches_and_threads_give_what_calls_alone_give():
     model, wanted = optimised(routed()), rounded(routed())
     prompts = [tokens(1, length, seed=length) for length in (5, 17, 3, 30)]
@@ -228,7 +227,7 @@ def test_calls_that_the_engine_cannot_read_for_use_the_weights_of_now():
     torch.testing.assert_close(model(ids).logits, wanted(ids).logits, atol=2e-2, rtol=2e-2)
 
 
-@ON_HOST
+@pytest.mark.batches_on_cpu
 def test_a_running_batch_keeps_the_weights_that_its_graphs_read():
     model, ids = optimised(routed()), tokens(1, 12)
     decoder = attachment(model).engine.decoder

@@ -22,12 +22,13 @@ from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.observe import bypass
 
+pytestmark = pytest.mark.batches_on_cpu
 CONFIG = WideConfig(ffn_group_size=16)
 SMALL = fixed("torch", query=16, attention=4, output=16, gate_up=16, down=16)
 # The name of the size of a page has changed.
 PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
 # The kernels run in Triton's interpreter.
-BACKENDS = ["torch"] if torch.cuda.is_available() else ["torch", "triton"]
+BACKENDS = ["torch", "triton"]
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (5, 17, 3, 30)]
 
 

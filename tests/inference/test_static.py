@@ -27,8 +27,6 @@ FAMILIES = [family for family in DISTINCT if family in STRAIGHT]
 HEADS = torch.tensor([[1.0, 0.2, 0.0, 0.5], [0.7, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]).flatten()
 SIZES = {"intermediate_size": 192, "num_attention_heads": 16, "num_key_value_heads": 4}
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-# The kernels run in Triton's interpreter.
-BACKENDS = ["torch"] if torch.cuda.is_available() else ["torch", "triton"]
 
 
 def pruned(kind, family="llama", **changes):
@@ -111,7 +109,9 @@ def _text(model, prompt, **more):
     return model.generate(torch.tensor([prompt]), **GREEDY | more)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("width", BACKENDS[-1]), ("depth", "torch"), ("stream", "torch")])
+# The kernels run in Triton's interpreter.
+@pytest.mark.batches_on_cpu
+@pytest.mark.parametrize(("kind", "backend"), [("width", "triton"), ("depth", "torch"), ("stream", "torch")])
 def test_kernels_and_requests_at_once_give_the_masked_models_tokens(kind, backend, monkeypatch):
     model = pruned(kind, head_dim=16)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 3)]

@@ -194,6 +194,7 @@ def test_the_first_tokens_execute_whatever_the_router_says():
         assert not layer.attention[:, 2:].any()
 
 
+@pytest.mark.batches_on_cpu
 def test_the_first_tokens_of_each_request_execute_in_a_batch():
     model = routed_model(evicts=False, first_tokens=2)
     prompts = [ids(1, length)[0].tolist() for length in (5, 9, 3)]

@@ -1,5 +1,6 @@
 """The ordinary generate() of transformers works on a routed model."""
 
+import pytest
 import torch
 from families import make, tokens
 
@@ -67,6 +68,7 @@ def test_beam_search_runs_routed():
     assert found.tolist() == whole.tolist() != greedy.tolist()
 
 
+@pytest.mark.batches_on_cpu
 def test_continuous_batching_gives_the_tokens_of_generate():
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
