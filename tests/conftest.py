@@ -8,23 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
 
 # What is imported and collected is never let go; looking for what might be takes a fifth of the time of imports.
 gc.disable()
-
-# What takes longer than a fifth of a second on a busy machine is not wrong.
-settings.register_profile("wide", deadline=None)
-settings.load_profile("wide")
-# Read by Triton when it and each kernel are imported, which any test module may do first.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    # Seeds of devices that are not there would be noted with the stack of each call: a millisecond for every test.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda _seed: None
-# Threads cost tiny models more than they give, above all where several processes share the cores.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 PROSE = (
     "The quick brown fox jumps over the lazy dog near the river bank.",
@@ -47,6 +33,27 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the slow tests too")
 
 
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        # This process hands out tests; what runs them imports for two seconds, and begins the sooner.
+        return
+    global torch
+    import torch
+    from hypothesis import settings
+
+    # What takes longer than a fifth of a second on a busy machine is not wrong.
+    settings.register_profile("wide", deadline=None)
+    settings.load_profile("wide")
+    # Read by Triton when it and each kernel are imported, which any test module may do first.
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        # Seeds of devices that are not there would be noted with the stack of each call: a millisecond for every test.
+        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda _seed: None
+    # Threads cost tiny models more than they give, above all where several processes share the cores.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_collection_modifyitems(config, items):
     begun = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: begun.get(item.path.name, len(begun)))
@@ -60,8 +67,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    # What is imported by then is not looked through again and again: a sixth of the time of tests of models.
-    gc.collect()
+    # What is imported by then, little of it garbage, is never looked through: a sixth of the time of tests of models.
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
     gc.enable()
