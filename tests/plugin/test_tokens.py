@@ -27,13 +27,16 @@ FAMILY = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "max_pos
 EAGER, INT8 = {"enforce_eager": True}, {"hf_overrides": {"wide_weights": "int8"}}
 FEW = {"max_num_batched_tokens": MAX_WHOLE_ROWS, "max_num_seqs": MAX_WHOLE_ROWS}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
+# Biases, norms of heads, norms of all heads together, fused projections.
+STATIC = ("llama", "qwen3", "olmo2", "phi3")
 IN_ONE_PROCESS = {
     "nano": ("nano", {**EAGER, "counts": True}),
     "nano-int8": ("nano", {**EAGER, **INT8}),
     # More rows would be rounded, which moves random routers.
     "nano-w8a8": ("nano", {**EAGER, **FEW, "hf_overrides": {"wide_weights": "w8a8"}}),
     "sparsity": ("nano", {**EAGER, "hf_overrides": {"wide_sparsity": 0.3}, "enable_prefix_caching": False}),
-    "static": ("static", {}),
+    "static": ("static-llama", {}),
+    **{f"static-{family}": (f"static-{family}", EAGER) for family in STATIC[1:]},
     **{family: (family, EAGER) for family in FAMILIES},
     "phi3": ("phi3", {**EAGER, **INT8}),
 }
@@ -60,13 +63,17 @@ def checkpoint(name, folder):
     wide.save_checkpoint(model, folder)
 
 
-def static_checkpoint(folder):
-    """Write a checkpoint whose layers have their own numbers of heads and channels, one of them no attention."""
+def static_checkpoint(family, folder):
+    """Write a checkpoint whose layers have their own numbers of heads and channels, one of them no attention.
+
+    In one layer KV heads are left with different numbers of query heads.
+    """
     torch.manual_seed(0)
-    model = make("llama", **FAMILY, num_hidden_layers=4, num_key_value_heads=4)
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    model = make(family, **FAMILY, **biases, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4)
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * 0.1
-    plan, scales = width_plan(model, [[0, 3], None, None, [0, 1]], [95, 161, None, None])
+    plan, scales = width_plan(model, [[0, 1, 2, 4, 6, 7], None, None, [1, 6]], [95, 161, None, None])
     layers = [*plan.layers[:2], LayerPlan(attention=Skipped(), ffn=Dense()), plan.layers[3]]
     scales.pop("layers.2.attention.scale", None)
     model = materialise(wide.attach(model.eval(), Plan(tuple(layers)), tensors=scales))
@@ -79,7 +86,8 @@ def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("checkpoints")
     for name in ("nano", *FAMILIES):
         checkpoint(name, place / name)
-    static_checkpoint(place / "static")
+    for name in STATIC:
+        static_checkpoint(name, place / f"static-{name}")
     return place
 
 
@@ -169,7 +177,11 @@ def test_greedy_tokens_are_those_of_the_masked_model(folders, reports, name):
 
 @pytest.mark.parametrize(
     ("which", "options"),
-    [("nano", {}), ("nano", {**EAGER, "tensor_parallel_size": 2}), ("static", {"tensor_parallel_size": 2, **INT8})],
+    [
+        ("nano", {}),
+        ("nano", {**EAGER, "tensor_parallel_size": 2}),
+        ("static-llama", {"tensor_parallel_size": 2, **INT8}),
+    ],
     ids=["compiled", "two-ranks", "static-two-ranks-int8"],
 )
 def test_spawned_engines_and_ranks_give_the_same_tokens(folders, which, options):

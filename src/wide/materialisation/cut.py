@@ -192,22 +192,14 @@ def _narrow_attention(spec: BlockSpec, heads: tuple[int, ...]) -> None:
     output = plain_linear(attention.output, spec.index)
     per_kv = attention.num_query_heads // attention.num_kv_heads
     device = output.weight.device
-    columns = _channels(heads, attention.head_dim, device)
-    _select_columns(output, columns)
+    _select_columns(output, head_channels(heads, attention.head_dim))
     if attention.q_norm == "width":
         _add_gather(attention.module, HeadGather([head // per_kv for head in heads], heads).to(device))
         return
+    for linear, rows in head_rows(attention, heads):
+        _select_rows(plain_linear(linear, spec.index), rows)
     readers = Counter(head // per_kv for head in heads)
     kv_heads = sorted(readers)
-    kv_rows = _channels(kv_heads, attention.head_dim, device)
-    if attention.key is None or attention.value is None:
-        first_key = attention.query_width
-        first_value = first_key + attention.num_kv_heads * attention.head_dim
-        rows = torch.cat([columns, first_key + kv_rows, first_value + kv_rows])
-        _select_rows(plain_linear(attention.query, spec.index), rows)
-    else:
-        for linear, rows in ((attention.query, columns), (attention.key, kv_rows), (attention.value, kv_rows)):
-            _select_rows(plain_linear(linear, spec.index), rows)
     _set_head_counts(attention, len(heads), len(kv_heads))
     if len(set(readers.values())) == 1:
         attention.module.num_key_value_groups = len(heads) // len(kv_heads)  # type: ignore[assignment]
@@ -275,6 +267,23 @@ def _select_columns(linear: nn.Linear, columns: Tensor) -> None:
     replace(linear, linear.weight.detach().index_select(1, columns.to(linear.weight.device)), bias)
 
 
-def _channels(heads: Sequence[int], head_dim: int, device: torch.device) -> Tensor:
-    first = torch.tensor(heads, dtype=torch.int64, device=device) * head_dim
-    return (first.unsqueeze(1) + torch.arange(head_dim, device=device)).flatten()
+def head_rows(attention: AttentionSpec, heads: Sequence[int]) -> list[tuple[Any, Tensor]]:
+    """Return an attention's projections into heads, each with its rows, int64 `[n]`, that these query heads need.
+
+    There are none where queries are normed over their whole width.
+    """
+    if attention.q_norm == "width":
+        return []
+    kv_heads = sorted({head * attention.num_kv_heads // attention.num_query_heads for head in heads})
+    rows, kv_rows = (head_channels(each, attention.head_dim) for each in (heads, kv_heads))
+    if attention.key is None or attention.value is None:
+        first_key = attention.query_width
+        first_value = first_key + attention.num_kv_heads * attention.head_dim
+        return [(attention.query, torch.cat([rows, first_key + kv_rows, first_value + kv_rows]))]
+    return [(attention.query, rows), (attention.key, kv_rows), (attention.value, kv_rows)]
+
+
+def head_channels(heads: Sequence[int], head_dim: int) -> Tensor:
+    """Return the channels of heads, int64 `[n]`."""
+    first = torch.tensor(heads, dtype=torch.int64) * head_dim
+    return (first.unsqueeze(1) + torch.arange(head_dim)).flatten()

@@ -1,8 +1,7 @@
 """What vLLM's Transformers backend serves: other families, masked and no faster than dense, and static checkpoints."""
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,15 +10,16 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from wide.errors import UnsupportedModelError
 from wide.materialisation.checkpoint import SlicedMixin
-from wide.materialisation.cut import cut_empty
+from wide.materialisation.cut import cut_empty, head_channels, head_rows
+from wide.materialisation.shape import LayerShape, ModelShape
+from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, input_of
 from wide.models.pretrained import PRUNED_PREFIX
 from wide.plan import Routed
 from wide.vllm.int8 import quantise_linears
-from wide.vllm.limits import heads_left, padded_channels, read_pruning, read_shape, read_weights
+from wide.vllm.limits import padded_channels, read_pruning, read_shape, read_weights
 from wide.vllm.sublayers import Router, cleared
 from wide.vllm.tally import Reporting, Tally
 
@@ -71,18 +71,18 @@ def _mask(sublayer: nn.Module, last: nn.Module, router: Router) -> None:
 
 
 class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
-    """A static checkpoint of `wide export`, each of whose layers has its own numbers of heads and channels."""
+    """A static checkpoint of `wide export`: each layer has its own channels; where heads were pruned there are zeros.
+
+    vLLM's kernels for attention take the numbers of heads from the configuration.
+    """
 
     supports_lora = False
     supports_pp = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        config, ranks = vllm_config.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
-        shape = read_shape(config)
-        channels = [(layer.channels, padded_channels(layer, ranks)) for layer in shape.layers]
-        layers = tuple(replace(layer, channels=wide) for layer, (_, wide) in zip(shape.layers, channels, strict=True))
+        config = vllm_config.model_config.hf_config
         # Before the model is a module.
-        self.__dict__.update(shape=replace(shape, layers=layers), channels=channels, padded={})
+        self.__dict__.update(left=read_shape(config).layers, padded={})
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         quantise_linears(self, read_weights(config))
@@ -90,28 +90,27 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
 
     def _create_hf_to_vllm_mapper(self) -> None:
         # The first thing that the backend does with its model, whose layers are still those of transformers.
-        names = {module: name for name, module in self.model.named_modules()}
-        for block, sizes in zip(discover(self.model), self.channels, strict=True):
-            for half, spec in block.sublayers():
-                if half == "ffn" and sizes[0] != sizes[1]:
-                    *first, last = (names[linear] for linear in spec.linears())
-                    self.padded |= {f"{name}.{part}": (0, *sizes) for name in first for part in ("weight", "bias")}
-                    self.padded[f"{last}.weight"] = (1, *sizes)
+        names, layers = {module: name for name, module in self.model.named_modules()}, []
+        for block, left in zip(discover(self.model), self.left, strict=True):
+            channels = padded_channels(left, self.tp_group.world_size)
+            layers.append(LayerShape(query_heads=left.query_heads and "dense", channels=channels))
+            for linear, dim, places, size in _kept(block, left, channels):
+                # A bias has no columns.
+                for part in ("weight", "bias")[: 2 - dim]:
+                    self.padded[f"{names[linear]}.{part}"] = dim, places, size
         with torch.device("meta"):
-            cut_empty(self.model, self.shape)
-        if any(name.endswith(GATHER_NAME) for name, _ in self.model.named_modules()):
-            raise UnsupportedModelError(
-                "query heads that share KV heads unevenly are not served by vLLM; use `wide generate`, or prune whole "
-                "KV groups"
-            )
+            cut_empty(self.model, ModelShape(layers=tuple(layers)))
         super()._create_hf_to_vllm_mapper()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load them, with channels of zeros where ranks would have different numbers of channels."""
+        """Load them, with zeros where heads were pruned or ranks would have different numbers of channels."""
         prefix = f"{self.model.base_model_prefix}."
         sizes = ((name, tensor, self.padded.get(name.removeprefix(prefix))) for name, tensor in weights)
         return super().load_weights(  # type: ignore[no-any-return]
-            (name, tensor if found is None else with_zeros(tensor, *found)) for name, tensor, found in sizes
+            (name, tensor if found is None else with_zeros(tensor, *found))
+            for name, tensor, found in sizes
+            # Pruned heads are there again, so that none is looked up.
+            if GATHER_NAME not in name
         )
 
     def _create_attention_instances(self, _prefix: str = "") -> None:
@@ -123,17 +122,18 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
             module.attn = attention
 
     def create_attention_instances(self) -> dict[int, Any]:
-        """Return vLLM's attentions by layer, with the numbers of heads that are left; none where none is."""
-        config, ranks, found = self.text_config, self.tp_group.world_size, {}
-        kinds = getattr(config, "layer_types", None)
-        for index, (heads, kv_heads) in heads_left(config, self.shape).items():
+        """Return vLLM's attentions by layer; none where none is left."""
+        config, known, found = self.text_config, self.model_config, {}
+        kinds, size = getattr(config, "layer_types", None), known.get_head_size()
+        for index, layer in enumerate(self.left):
+            if not layer.query_heads:
+                continue
             is_sliding = kinds is not None and kinds[index] == "sliding_attention"
-            size = self.model_config.get_head_size()
             found[index] = Attention(
-                num_heads=heads // ranks,
+                num_heads=known.get_num_attention_heads(self.parallel_config),
                 head_size=size,
                 scale=size**-0.5,
-                num_kv_heads=kv_heads // ranks,
+                num_kv_heads=known.get_num_kv_heads(self.parallel_config),
                 cache_config=self.cache_config,
                 logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
                 per_layer_sliding_window=config.sliding_window if is_sliding else None,
@@ -142,8 +142,23 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
         return found
 
 
-def with_zeros(tensor: Tensor, dim: int, channels: int, padded: int) -> Tensor:
-    """Return weights or biases with zeros behind the channels of one dimension, each time that it has all of them."""
-    parts = tensor.unflatten(dim, (-1, channels))
-    zeros = parts.new_zeros(*parts.shape[: dim + 1], padded - channels, *parts.shape[dim + 2 :])
-    return torch.cat((parts, zeros), dim + 1).flatten(dim, dim + 1)
+def _kept(block: BlockSpec, left: LayerShape, channels: Any) -> Iterator[tuple[Any, int, Tensor, int]]:
+    """Yield linear layers that get zeros: the dimension, places in it of what was kept, int64 [n], and its size."""
+    attention, heads = block.attention, left.query_heads
+    if isinstance(heads, tuple) and heads:
+        yield attention.output, 1, head_channels(heads, attention.head_dim), attention.query_width
+        for linear, rows in head_rows(attention, heads):
+            yield linear, 0, rows, linear.out_features
+    if isinstance(left.channels, int) and left.channels != channels:
+        ffn, places = feed_forward(block), torch.arange(left.channels)
+        *first, last = ffn.linears()
+        yield last, 1, places, channels
+        rows = torch.cat((places, channels + places)) if ffn.fused_gate else places
+        for linear in first:
+            yield linear, 0, rows, channels * (1 + ffn.fused_gate)
+
+
+def with_zeros(tensor: Tensor, dim: int, places: Tensor, size: int) -> Tensor:
+    """Return weights or biases at their places in one dimension of some size, and zeros at all others."""
+    shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+    return tensor.new_zeros(shape).index_copy_(dim, places.to(tensor.device), tensor)

@@ -150,7 +150,7 @@ class Limits:
                 f"{vllm_config.model_config.dtype}; name --dtype bfloat16"
             )
         if is_static:
-            check_shape(config, parallel.tensor_parallel_size, on_cpu=on_cpu)
+            check_shape(config, parallel.tensor_parallel_size)
             return
         pruning = read_pruning(config)
         check_ranks(pruning.plan, parallel.tensor_parallel_size)
@@ -201,40 +201,11 @@ def read_shape(config: Any) -> ModelShape:
     return shape
 
 
-def heads_left(config: Any, shape: ModelShape) -> dict[int, tuple[int, int]]:
-    """Return the numbers of query and KV heads by layer, of layers that have attention."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    found = {}
-    for index, layer in enumerate(shape.layers):
-        if layer.query_heads == "dense":
-            found[index] = heads, kv_heads
-        elif layer.query_heads:
-            found[index] = len(layer.query_heads), len({head * kv_heads // heads for head in layer.query_heads})
-    return found
-
-
-def check_shape(config: Any, ranks: int, *, on_cpu: bool) -> None:
-    """Refuse a static checkpoint that vLLM would not compute rightly.
-
-    Raises ConfigError if the ranks do not divide what is left of a layer; UnsupportedModelError if heads were pruned
-    and the device is no CPU, or as `read_shape`.
-    """
-    shape = read_shape(config)
-    left = heads_left(config, shape)
-    whole = config.num_attention_heads, config.num_key_value_heads
-    if not on_cpu and any(heads != whole for heads in left.values()):
-        # vLLM's FlashAttention plans its work by the configuration's number of heads.
-        raise UnsupportedModelError(
-            "vLLM serves layers with their own numbers of heads on CPUs only, as FFNs with their own widths anywhere; "
-            "use `wide generate`, or prune channels and whole sublayers"
-        )
-    for index, layer in enumerate(shape.layers):
-        sizes = dict(zip(("query heads", "KV heads"), left.get(index, whole), strict=True))
-        padded = padded_channels(layer, ranks)
-        if isinstance(padded, int) and padded > config.intermediate_size:
-            sizes["channels"] = layer.channels
-        for name, size in sizes.items():
-            _require_divides(ranks, size, f"{name} of layer {index}")
+def check_shape(config: Any, ranks: int) -> None:
+    """Refuse ranks among which a layer's channels cannot be divided (ConfigError), or what `read_shape` refuses."""
+    for index, layer in enumerate(read_shape(config).layers):
+        if isinstance(layer.channels, int) and padded_channels(layer, ranks) > config.intermediate_size:
+            _require_divides(ranks, layer.channels, f"channels of layer {index}")
 
 
 def padded_channels(layer: LayerShape, ranks: int) -> Any:
