@@ -1,6 +1,7 @@
 """Hugging Face's own tools open wide's checkpoints in a process that has imported wide, and nothing else of it."""
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 import wide
 from wide.errors import AdapterError
+from wide.materialisation.checkpoint import WideMixin, generated_classes
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
 from wide.models.files import SUMS
 from wide.models.pretrained import load_pretrained
+from wide.vllm.limits import FAMILIES
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def test_one_import_makes_the_auto_classes_know_a_checkpoint(checkpoint):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(torch.arange(8)[None]).logits, logits)
 
 
-def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wide_was_imported_first(
+def test_another_process_loads_and_unpickles_and_the_stock_server_loads_where_wide_was_imported_first(
     checkpoint, tmp_path
 ):
     for name in ("fastapi", "openai", "uvicorn"):
@@ -50,12 +53,17 @@ def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wi
     plan, scales = width_plan(model, [[0, 1, 2], [1, 2, 3]], [40, 30])
     sliced = materialise(wide.attach(model, plan, tensors=scales)).to(torch.bfloat16)
     sliced.save_pretrained(tmp_path)
+    kinds = [generated_classes(family, WideMixin)[0] for family in FAMILIES if family != "llama"]
+    (tmp_path / "pickled").write_bytes(pickle.dumps([kind(hidden_size=48, wide={"a": 1}) for kind in kinds]))
     code = (
-        "import wide, json, os, torch\n"
+        "import wide, json, os, pickle, torch\n"
         "torch.set_num_threads(1)\n"
         f"sliced = wide.load_checkpoint({str(tmp_path)!r})\n"
         f"last = sliced(torch.tensor({tokens().tolist()})).logits[:, -1].tolist()\n"
         "print(json.dumps([type(sliced).__name__, str(sliced.dtype), last]))\n"
+        # In these families no class has been made here.
+        f"found = pickle.loads(open({str(tmp_path / 'pickled')!r}, 'rb').read())\n"
+        "print(json.dumps([[type(one).__name__, one.hidden_size, one.wide] for one in found]))\n"
         "from transformers.cli.serving.model_manager import ModelManager\n"
         f"model, tokenizer = ModelManager(device='cpu').load_model_and_processor({f'{folder}@main'!r})\n"
         "logits = model(torch.arange(8)[None]).logits[0, -1]\n"
@@ -64,7 +72,7 @@ def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wi
         "os._exit(0)\n"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    of_sliced, of_server = map(json.loads, said.splitlines())
+    of_sliced, unpickled, of_server = map(json.loads, said.splitlines())
     assert of_sliced[:2] == ["SlicedLlamaForCausalLM", "torch.bfloat16"]
     with torch.no_grad():
         # Products round to bfloat16 in an order that depends on where memory lies.
@@ -74,6 +82,7 @@ def test_another_process_loads_checkpoints_and_the_stock_server_does_so_where_wi
     template, last = of_server
     assert template
     assert torch.equal(torch.tensor(last), logits[0, -1])
+    assert unpickled == [[kind.__name__, 48, {"a": 1}] for kind in kinds]
 
 
 def test_a_configuration_alone_gives_a_model_of_new_weights(checkpoint):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,7 @@ def test_ranks_are_checked_against_every_half():
     check_ranks(wide.Plan.from_json(configuration().wide["plan"]), 2)
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="without vLLM, tests/test_stock_tools.py has a process for it")
 def test_a_configuration_is_unpickled_where_its_class_has_not_been_made(tmp_path):
     from wide.materialisation.checkpoint import WideMixin
 
