@@ -166,6 +166,19 @@ def real_columns() -> Table:
     return Table(header=header, rows=tuple(lines))
 
 
+def real_seeds() -> Table:
+    """Return perplexity and accuracy of the smaller public model at half of the work by seed, without LoRA."""
+    lines = []
+    for title, (first, _, method) in _REAL_ROWS.items():
+        of_seeds = [
+            _scores(study("smollm2-135m")[run], Cell(method, 0.5, seed).subject(recovered=False))
+            for run, seed in ((first, 17), ("seeds", 18), ("seeds", 19))
+        ]
+        if title in _REAL_FEW and of_seeds[1][0] != "-":
+            lines.append((title, *("; ".join(dict.fromkeys(scores)) for scores in of_seeds)))
+    return Table(header=("perplexity; accuracy, %", *(f"seed {seed}" for seed in (17, 18, 19))), rows=tuple(lines))
+
+
 def _scores(records: Selection, stage: Any) -> tuple[str, str]:
     """Return word perplexity and accuracy of a stage, where it was scored."""
     words, accuracy = (records.number(stage, name) for name in ("word_perplexity", "accuracy.average"))
@@ -237,6 +250,7 @@ _REAL_OTHERS = {
     "BlockPruner": "blockpruner",
     "SliceGPT": "slicegpt",
     "CoopPruner": "cooppruner",
+    "DDP": "ddp",
     "D-LLM": "dllm",
     "SkipGPT": "skipgpt",
 }
@@ -559,6 +573,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-real-short": real_short,
     "quality-real-larger": real_larger,
     "quality-real-columns": real_columns,
+    "quality-real-seeds": real_seeds,
     "quality-speed": beside,
     "eight-bits-real": eight_bits,
     "speed": speed,
