@@ -1,5 +1,6 @@
 """Threads that share one masked model get what they would get alone, and context managers act on their own thread."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import product
@@ -162,13 +163,16 @@ def test_a_forward_beside_a_change_of_thresholds_runs_each_router_by_the_old_or_
             for threshold in thresholds:
                 set_sparsity(model, threshold=threshold)
 
-    changing = Thread(target=change)
+    changing, interval = Thread(target=change), sys.getswitchinterval()
+    # Of the usual five milliseconds the forwards would wait for the interpreter for up to a minute.
+    sys.setswitchinterval(1e-4)
     changing.start()
     try:
-        found = [run() for _ in range(CALLS)]
+        found = [run() for _ in range(2 * CALLS)]
     finally:
         done.set()
         changing.join()
+        sys.setswitchinterval(interval)
     assert all(any(torch.equal(value, one) for one in possible) for value in found)
     set_sparsity(model, threshold=thresholds[0])
     assert torch.equal(run(), possible[0])
