@@ -206,11 +206,13 @@ def test_commands_compile_and_score_tasks_on_a_shared_base_as_on_a_whole_one(bas
     sizes = ["--train.steps=3", "--train.batch_size=2", "--train.micro_batch_size=1", "--train.sequence_length=32"]
     how = ["--train.compile=true", "--train.gradient_checkpointing=true", "--eval.tokens=0", "--eval.data=null"]
     base = [f"--model={bases / 'untied'}", "--ffn_group_size=16", "--router_rank=4"]
+    # Out of reach: all micro-batches lie on its one side, so that the sparsity term is that of the whole step.
+    far = "--sparsity=0.9"
     scored = ["--tasks=wikitext", f"--local_data={tmp_path}", "--data=null"]
     found = []
     for count, parallel in ((1, "replicate"), (2, "fsdp")):
         for command, output, words in (
-            ("prune", f"run{count}", [*base, f"--data={bases / 'text.txt'}", *sizes, *how]),
+            ("prune", f"run{count}", [*base, far, f"--data={bases / 'text.txt'}", *sizes, *how]),
             ("eval", f"scores{count}", [base[0], f"--adapter={tmp_path / 'run1' / 'adapter'}", *scored]),
         ):
             torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m", "wide.cli.main", command]
