@@ -1,6 +1,7 @@
 """The plug-in for vLLM as far as it runs without vLLM: registration, what a configuration asks for, refusals."""
 
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ from families import make
 from transformers import CONFIG_MAPPING
 
 import wide
-from wide.errors import ConfigError, UnsupportedModelError
+from wide.errors import AdapterError, ConfigError, UnsupportedModelError
 from wide.materialisation.checkpoint import generated_classes
 from wide.models.adapter import config_of
 from wide.models.attach import attachment
@@ -172,11 +173,13 @@ def test_steps_with_prompts_are_recorded_unless_the_user_chose(changes, wanted):
             {"ranks": 2},
             r"does not divide the 191 channels of layer 0; sizes that do: \[1, 191\]",
         ),
+        ([{"query_heads": None}, {"query_heads": []}], {}, "no attention is left"),
+        ([{"channels": 96}, {}], {"is_heterogeneous": True}, "heads of different sizes"),
     ],
 )
 def test_static_checkpoints_are_served_as_far_as_vllm_computes_them_rightly(layers, changes, words):
     config = SimpleNamespace(model_type="wide_sliced_llama", num_attention_heads=4, num_key_value_heads=2)
-    config.intermediate_size = 191
+    config.intermediate_size, config.is_heterogeneous = 191, "is_heterogeneous" in changes
     whole = {"query_heads": "dense", "channels": "dense"}
     config.wide_shape = {"layers": [whole | layer for layer in layers], "stream": None}
     known = engine(config, **changes)
@@ -185,6 +188,21 @@ def test_static_checkpoints_are_served_as_far_as_vllm_computes_them_rightly(laye
         return
     with pytest.raises((ConfigError, UnsupportedModelError), match=words):
         Limits.verify_and_update_config(known)
+
+
+def test_tensors_of_a_static_checkpoint_have_the_shapes_that_its_configuration_says():
+    # vLLM would take the first rows of those that have more.
+    static = pytest.importorskip("wide.vllm.backend", reason="needs vLLM: make test-vllm").SlicedTransformersForCausalLM
+    known = SimpleNamespace(model=SimpleNamespace(base_model_prefix="model"), sizes={"up": [4, 1], "down": [1, 4]})
+    known.padded = {"up": (0, torch.tensor([1, 2]), 4)}
+    name, found = static._whole(known, "model.up", torch.ones(2, 1))
+    assert (name, found.flatten().tolist()) == ("model.up", [0, 1, 1, 0])
+    assert static._whole(known, "lm_head", torch.ones(3))[1].shape == (3,)
+    for name, rows, wanted in (("up", 3, "[2, 1]"), ("down", 5, "[1, 4]")):
+        with pytest.raises(
+            AdapterError, match=re.escape(f"shape [{rows}, 1], but config.json: wide_shape says {wanted}")
+        ):
+            static._whole(known, f"model.{name}", torch.ones(rows, 1))
 
 
 def test_ranks_are_checked_against_every_half():

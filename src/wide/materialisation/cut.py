@@ -158,10 +158,7 @@ def cut_empty(model: nn.Module, shape: ModelShape) -> None:
     Raises AdapterError if the shape belongs to another model.
     """
     specs = discover(model)
-    if len(shape.layers) != len(specs):
-        raise AdapterError(f"the checkpoint's shape has {len(shape.layers)} layers, its configuration {len(specs)}")
-    for spec, left in zip(specs, shape.layers, strict=True):
-        _check_range(spec, left)
+    check_range(specs, shape)
     if shape.stream is not None:
         first = torch.eye(specs[0].hidden_size, shape.stream, device=next(specs[0].layer.parameters()).device)
         rotate_embedding(model, first)
@@ -171,15 +168,19 @@ def cut_empty(model: nn.Module, shape: ModelShape) -> None:
     cut(model, specs, shape, {})
 
 
-def _check_range(spec: BlockSpec, left: LayerShape) -> None:
-    heads = left.query_heads if isinstance(left.query_heads, tuple) else ()
-    channels = left.channels if isinstance(left.channels, int) else 0
-    width = 0 if spec.ffn is None else spec.ffn.width
-    if any(head >= spec.attention.num_query_heads for head in heads) or channels > width:
-        raise AdapterError(
-            f"layer {spec.index} of the checkpoint's shape has query heads {heads} and {channels} channels; its "
-            f"configuration has {spec.attention.num_query_heads} heads and {width} channels"
-        )
+def check_range(specs: Sequence[BlockSpec], shape: ModelShape) -> None:
+    """Raise AdapterError if a shape has other layers than a dense model, or heads or channels that this one has not."""
+    if len(shape.layers) != len(specs):
+        raise AdapterError(f"the checkpoint's shape has {len(shape.layers)} layers, its configuration {len(specs)}")
+    for spec, left in zip(specs, shape.layers, strict=True):
+        heads = left.query_heads if isinstance(left.query_heads, tuple) else ()
+        channels = left.channels if isinstance(left.channels, int) else 0
+        width = 0 if spec.ffn is None else spec.ffn.width
+        if any(head >= spec.attention.num_query_heads for head in heads) or channels > width:
+            raise AdapterError(
+                f"layer {spec.index} of the checkpoint's shape has query heads {heads} and {channels} channels; its "
+                f"configuration has {spec.attention.num_query_heads} heads and {width} channels"
+            )
 
 
 def _narrow_attention(spec: BlockSpec, heads: tuple[int, ...]) -> None:

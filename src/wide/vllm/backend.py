@@ -10,8 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
+from wide.errors import AdapterError
 from wide.materialisation.checkpoint import SlicedMixin
-from wide.materialisation.cut import cut_empty, head_channels, head_rows
+from wide.materialisation.cut import check_range, cut_empty, head_channels, head_rows
 from wide.materialisation.shape import LayerShape, ModelShape
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.discovery import discover
@@ -82,7 +83,7 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         # Before the model is a module.
-        self.__dict__.update(left=read_shape(config).layers, padded={})
+        self.__dict__.update(left=read_shape(config).layers, padded={}, sizes={})
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         quantise_linears(self, read_weights(config))
@@ -90,8 +91,9 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
 
     def _create_hf_to_vllm_mapper(self) -> None:
         # The first thing that the backend does with its model, whose layers are still those of transformers.
-        names, layers = {module: name for name, module in self.model.named_modules()}, []
-        for block, left in zip(discover(self.model), self.left, strict=True):
+        names, layers, blocks = {module: name for name, module in self.model.named_modules()}, [], discover(self.model)
+        check_range(blocks, ModelShape(layers=self.left))
+        for block, left in zip(blocks, self.left, strict=True):
             channels = padded_channels(left, self.tp_group.world_size)
             layers.append(LayerShape(query_heads=left.query_heads and "dense", channels=channels))
             for linear, dim, places, size in _kept(block, left, channels):
@@ -100,18 +102,27 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
                     self.padded[f"{names[linear]}.{part}"] = dim, places, size
         with torch.device("meta"):
             cut_empty(self.model, ModelShape(layers=tuple(layers)))
+        self.sizes.update((name, list(parameter.shape)) for name, parameter in self.model.named_parameters())
         super()._create_hf_to_vllm_mapper()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load them, with zeros where heads were pruned or ranks would have different numbers of channels."""
-        prefix = f"{self.model.base_model_prefix}."
-        sizes = ((name, tensor, self.padded.get(name.removeprefix(prefix))) for name, tensor in weights)
-        return super().load_weights(  # type: ignore[no-any-return]
-            (name, tensor if found is None else with_zeros(tensor, *found))
-            for name, tensor, found in sizes
-            # Pruned heads are there again, so that none is looked up.
-            if GATHER_NAME not in name
-        )
+        """Load them, with zeros where heads were pruned or ranks would have different numbers of channels.
+
+        Raises AdapterError if one has not the shape that the configuration says: vLLM may take a part of it.
+        """
+        # Pruned heads are there again, so that none is looked up.
+        whole = (self._whole(*each) for each in weights if GATHER_NAME not in each[0])
+        return super().load_weights(whole)  # type: ignore[no-any-return]
+
+    def _whole(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        known, found = name.removeprefix(f"{self.model.base_model_prefix}."), list(tensor.shape)
+        wanted = [*self.sizes.get(known, found)]
+        if known in self.padded:
+            dim, places, _ = self.padded[known]
+            wanted[dim] = len(places)
+        if found != wanted:
+            raise AdapterError(f"{name} has the shape {found}, but config.json: wide_shape says {wanted}")
+        return name, with_zeros(tensor, *self.padded[known]) if known in self.padded else tensor
 
     def _create_attention_instances(self, _prefix: str = "") -> None:
         # From vLLM 0.32 on, modules have their attentions; before, the method below is called.

@@ -192,17 +192,27 @@ def _require_divides(ranks: int, size: int, what: str) -> None:
 
 
 def read_shape(config: Any) -> ModelShape:
-    """Return what is left of a static checkpoint's layers; raises UnsupportedModelError if the stream was cut."""
+    """Return what is left of a static checkpoint's layers.
+
+    Raises UnsupportedModelError if the stream was cut, no attention is left, or heads have different sizes.
+    """
     shape = typed(ModelShape, config.wide_shape, "config.json: wide_shape")
     if shape.stream is not None:
         raise UnsupportedModelError(
             "the residual stream of this checkpoint was cut, which vLLM cannot; use `wide generate`"
         )
+    if not any(layer.query_heads for layer in shape.layers):
+        raise UnsupportedModelError("no attention is left in any layer, and vLLM needs one; use `wide generate`")
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError(
+            f"layers of {config.model_type} have heads of different sizes, which vLLM would take for equal; use "
+            "`wide generate`"
+        )
     return shape
 
 
 def check_shape(config: Any, ranks: int) -> None:
-    """Refuse ranks among which a layer's channels cannot be divided (ConfigError), or what `read_shape` refuses."""
+    """Refuse what `read_shape` refuses, or ranks among which a layer's channels cannot be divided (ConfigError)."""
     for index, layer in enumerate(read_shape(config).layers):
         if isinstance(layer.channels, int) and padded_channels(layer, ranks) > config.intermediate_size:
             _require_divides(ranks, layer.channels, f"channels of layer {index}")
