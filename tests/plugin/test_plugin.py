@@ -167,6 +167,7 @@ def test_steps_with_prompts_are_recorded_unless_the_user_chose(changes, wanted):
         ([{"channels": 96}, {"channels": 160}], {"ranks": 2}, None),
         ([{"query_heads": [0, 1]}, {"query_heads": None}], {}, None),
         ([{"query_heads": [0, 1]}, {}], {"device_type": "cuda", "ranks": 2}, None),
+        ([{}, {}], {"ranks": 4}, r"does not divide the 2 KV heads; sizes that do: \[1, 2\]"),
         ([{"channels": 95}, {}], {"ranks": 2}, None),
         (
             [{"channels": 191}, {}],

@@ -212,7 +212,9 @@ def read_shape(config: Any) -> ModelShape:
 
 
 def check_shape(config: Any, ranks: int) -> None:
-    """Refuse what `read_shape` refuses, or ranks among which a layer's channels cannot be divided (ConfigError)."""
+    """Refuse what `read_shape` refuses, or ranks that do not divide KV heads or a layer's channels (ConfigError)."""
+    # vLLM 0.32 repeats KV heads where there are fewer than ranks, 0.26 stops at their shape.
+    _require_divides(ranks, config.num_key_value_heads, "KV heads")
     for index, layer in enumerate(read_shape(config).layers):
         if isinstance(layer.channels, int) and padded_channels(layer, ranks) > config.intermediate_size:
             _require_divides(ranks, layer.channels, f"channels of layer {index}")
