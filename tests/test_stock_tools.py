@@ -77,7 +77,7 @@ def test_another_process_loads_and_unpickles_and_the_stock_server_loads_where_wi
     with torch.no_grad():
         # Products round to bfloat16 in an order that depends on where memory lies.
         torch.testing.assert_close(
-            torch.tensor(of_sliced[2]), sliced(tokens()).logits[:, -1].float(), atol=0.01, rtol=0.02
+            torch.tensor(of_sliced[2]), sliced(tokens()).logits[:, -1].float(), atol=4e-3, rtol=0.01
         )
     template, last = of_server
     assert template
