@@ -175,7 +175,8 @@ def real_seeds() -> Table:
             for run, seed in ((first, 17), ("seeds", 18), ("seeds", 19))
         ]
         if title in _REAL_FEW and of_seeds[1][0] != "-":
-            lines.append((title, *("; ".join(dict.fromkeys(scores)) for scores in of_seeds)))
+            cells = ("-" if words == "-" else f"{words}; {accuracy}" for words, accuracy in of_seeds)
+            lines.append((title, *cells))
     return Table(header=("perplexity; accuracy, %", *(f"seed {seed}" for seed in (17, 18, 19))), rows=tuple(lines))
 
 
