@@ -19,9 +19,10 @@ def used(on_gpu):
     with open("/proc/self/statm") as file:
         found = {"grown_mib": int(file.read().split()[1]) * 4096 / 2**20}
     if on_gpu:
-        # The engine is another process.
-        asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        found["grown_gpu_mib"] = sum(map(int, subprocess.check_output(asked, text=True).split()))
+        # The engine is another process; other GPUs may be in use.
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        asked = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        found["grown_gpu_mib"] = int(subprocess.check_output(asked, text=True))
     return found
 
 
