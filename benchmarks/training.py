@@ -43,7 +43,6 @@ _WAYS = {"eager": (False, False), "recomputed": (True, False), "compiled": (Fals
 
 # Hidden size, FFN width, layers, query heads, vocabulary, whether the head is the embedding; 8 KV heads of 128.
 _SIZES = {
-    "3B": (3072, 8192, 28, 24, 128256, True),
     "8B": (4096, 14336, 32, 32, 128256, False),
     "32B": (5120, 25600, 64, 64, 151936, False),
     "70B": (8192, 28672, 80, 64, 128256, False),

@@ -151,6 +151,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_checkpoint(t
     assert all(torch.isfinite(value).all() for value in kept.parameters.values())
 
 
+def test_a_loss_that_rises_is_told_of():
+    class Changed(RandomSource):
+        def batch_at(self, step, **options):
+            if step == 15:
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(30)
+            return super().batch_at(step, **options)
+
+    model = routed_model()
+    with pytest.warns(UserWarning, match=r"stage 1, step 19: .* has risen from 4"):
+        trainer(model, source=Changed(), steps=20).train()
+
+
 def test_a_full_disk_is_reported_and_the_earlier_checkpoint_survives(tmp_path, monkeypatch):
     inner = Path.write_bytes
 

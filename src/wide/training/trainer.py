@@ -10,6 +10,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from wide.training.token_loss import num_targets
 
 # Looking at losses makes the host wait for the device.
 _LOOK_EVERY = 10
+# Losses of so many nats above the lowest so far, as means between looks, are more than noise.
+_MUCH_HIGHER = 0.5
 # Names in records of what the objective measures; rates are averaged over a step's micro-batches, losses are
 # contributions to the step already.
 _LOSSES = ("loss", "lm_loss", "distillation")
@@ -105,6 +108,7 @@ class Trainer:
         self._scalar = torch.empty((), device=self._device) if stage.compile else None
         self._tokens_per_step = 0
         self._timer = _Timer()
+        self._lowest = math.inf
 
     def train(self) -> Outcome:
         """Run all steps that are left and return what the run was like.
@@ -244,7 +248,21 @@ class Trainer:
             "last": {name: sum(point[name] for _, point in points) / len(points) for name in names},
         }
         self._unread.clear()
+        if len(points) >= _LOOK_EVERY:
+            self._compare(points[-1][0], self._measured["last"]["lm_loss"])
         return points
+
+    def _compare(self, step: int, loss: float) -> None:
+        """Warn of a loss that has risen: routers that have lost a group that matters rarely find it again."""
+        if self._parallel.is_first and loss > self._lowest + _MUCH_HIGHER:
+            warnings.warn(
+                f"{self._options.title}, step {step}: the loss of the text has risen from {self._lowest:.2f} to "
+                f"{loss:.2f}, and routers rarely recover from that; train again with another seed (now "
+                f"{self._stage.seed}) or a lower learning_rate (now {self._stage.learning_rate:g})",
+                stacklevel=2,
+            )
+            self._lowest = math.inf
+        self._lowest = min(self._lowest, loss)
 
     def _not_finite(self, step: int, row: list[float]) -> str:
         kept = "no checkpoints are kept without an output folder"
