@@ -351,6 +351,9 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
         state.parts.append((part.module, PENDING_NAME))
         state.handles.append(part.module.register_forward_pre_hook(gate.prepare, with_kwargs=True))
         state.handles.append(part.module.register_forward_hook(gate.check))
+        if part.post_norm is not None:
+            state.handles.append(part.module.register_forward_pre_hook(gate.keep))
+            state.handles.append(part.post_norm.register_forward_hook(gate.follow_jump))
         if isinstance(half, Routed) and half.router_input != "normed":
             # Without a norm before the sublayer, its own input is the residual stream already.
             source = spec.layer if half.router_input == "layer_input" else part.pre_norm
