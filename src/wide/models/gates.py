@@ -142,9 +142,9 @@ class Gate:
             return output
         runs, now = (output != 0).any(-1, keepdim=True), mask.detach()
         size = args[0].detach().float().square().mean(-1, keepdim=True).sqrt().sum() / runs.sum()
-        root = (getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) or 1e-6) ** 0.5
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) or 1e-6
         # Where no row executes, no size is known, and 1 stands for it.
-        at_zero = root / (size.nan_to_num(1.0) + root)
+        at_zero = (1 + size.nan_to_num(1.0) ** 2 / eps).rsqrt()
         only = (now != 0) & (now.count_nonzero(-1).unsqueeze(-1) == 1)
         factor = torch.where(runs, 1 + (only * (mask - now)).sum(-1, keepdim=True), at_zero)
         return output * factor.to(output.dtype)
