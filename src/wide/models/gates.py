@@ -131,11 +131,10 @@ class Gate:
         self.normed.value = self.mask.value
 
     def follow_jump(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Let the mask's gradient through a norm of the sublayer's output be that of its jump (a forward hook).
+        """Give the mask the jump's gradient through a norm of the sublayer's output (a forward hook); values stay.
 
-        Such a norm gives the same for m * x whatever m > 0, and 0 at m = 0: there its own gradient is 1 / sqrt(eps),
-        some thousand times the jump, and elsewhere nothing. So rows that skip all get the gradient that a row of the
-        usual size has, and the one group that a row executes gets the whole output's. Values stay as they are.
+        Such a norm gives the same for every m * x with m > 0, without a gradient, and at 0 its own is 1 / sqrt(eps), a
+        thousand times the jump. So rows that skip all get that of a usual row, a lone group that of the whole output.
         """
         mask = self.normed.take()
         if mask is None or not mask.requires_grad:
@@ -254,12 +253,10 @@ def install_attention_gates() -> None:
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        function = ALL_ATTENTION_FUNCTIONS[name]
+    for name in {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name, _module_eager)
         if not hasattr(function, "wide_gated"):
             AttentionInterface.register(name, _gated(function))
-    if "eager" not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        AttentionInterface.register("eager", _gated(_module_eager))
 
 
 def _gated(function: Callable[..., Any]) -> Callable[..., Any]:
