@@ -1,7 +1,8 @@
 """The mask enters once: its gradient is the paper's on executed and on skipped groups."""
 
+import pytest
 import torch
-from families import make, tokens
+from families import make, stirred, tokens
 from torch.nn import functional
 
 from wide.config import WideConfig
@@ -61,6 +62,35 @@ def test_forced_float_masks_pass_gradients():
     with force_routing(model, masks):
         model(ids, labels=ids).loss.backward()
     assert all(layer.ffn.grad.abs().sum() > 0 and layer.attention.grad.abs().sum() > 0 for layer in masks)
+
+
+@pytest.mark.parametrize("half", ["attention", "ffn"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "glm4"])
+def test_the_gradient_through_a_norm_behind_a_sublayer_is_that_of_the_jump(family, half):
+    model, ids = attach(stirred(make(family)), WideConfig(ffn_group_size=16)).train(), tokens(1, 6)
+    part, seen = dict(attachment(model).specs[0].sublayers())[half], []
+    part.post_norm.register_forward_hook(lambda _norm, args, output: seen.append((args[0].detach(), output)))
+    masks = [LayerRouting(attention=torch.ones(1, 6, 2), ffn=torch.ones(1, 6, 4)) for _ in range(2)]
+    mask = getattr(masks[0], half)
+
+    def run():
+        with force_routing(model, masks):
+            return model(ids).logits
+
+    with torch.no_grad():
+        run()
+        mask[0, 0] = mask[0, 1, 1:] = 0
+        wanted = run()
+    mask.requires_grad_(True)
+    logits = run()
+    assert torch.equal(logits, wanted)
+    (full, opened), _, (sizes, output) = [(x.square().mean(-1).sqrt()[0], out) for x, out in seen]
+    assert torch.equal(output[0, 0], torch.zeros(32))
+    slope, found = torch.autograd.grad((logits * torch.randn(logits.shape)).sum(), (output, mask))
+    # To first order, of opening all groups, at the size of the rows that run, and of closing the only one that does.
+    opening = (slope[0, 0] * opened[0, 0]).sum() * full[0] / sizes[1:].mean()
+    torch.testing.assert_close(found[0, 0].sum(), opening, rtol=0.02, atol=0.0)
+    torch.testing.assert_close(found[0, 1, 0], (slope[0, 1] * output[0, 1]).sum(), rtol=0.02, atol=1e-4)
 
 
 def test_products_of_bfloat16_pieces_are_the_float32_product():

@@ -88,7 +88,9 @@ def freeze_noise(model):
         hard = (logits[..., EXECUTE] >= logits[..., SKIP]).float()
         mask = hard - soft[..., EXECUTE].detach() + soft[..., EXECUTE]
         if self.control.observed is not None:
-            self._observe(self.control.observed[self.layer_index], mask, logits[..., EXECUTE] - logits[..., SKIP])
+            seen = self.control.observed[self.layer_index]
+            setattr(seen, self.half_layer, mask)
+            setattr(seen, f"{self.half_layer}_margin", logits[..., EXECUTE] - logits[..., SKIP])
         return mask
 
     for router in attachment(model).routers():

@@ -351,6 +351,9 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
         state.parts.append((part.module, PENDING_NAME))
         state.handles.append(part.module.register_forward_pre_hook(gate.prepare, with_kwargs=True))
         state.handles.append(part.module.register_forward_hook(gate.check))
+        if part.post_norm is not None:
+            state.handles.append(part.module.register_forward_pre_hook(gate.keep))
+            state.handles.append(part.post_norm.register_forward_hook(gate.follow_jump))
         if isinstance(half, Routed) and half.router_input != "normed":
             # Without a norm before the sublayer, its own input is the residual stream already.
             source = spec.layer if half.router_input == "layer_input" else part.pre_norm
@@ -366,13 +369,12 @@ def _source(
     spec: BlockSpec, module: nn.Module, half: Routed | Kept, name: str, tensors: Mapping[str, Tensor], state: Attachment
 ) -> Router | StaticGate:
     device = computing_device(spec.layer)
+    place: Any = {"control": state.control, "layer_index": spec.index, "half": name, "device": device}
     source: Router | StaticGate
     if isinstance(half, Routed):
-        added = ROUTER_NAME
-        source = Router(spec.hidden_size, half, control=state.control, layer_index=spec.index, half=name, device=device)
+        added, source = ROUTER_NAME, Router(spec.hidden_size, half, **place)
     else:
-        added, scale = GATE_NAME, tensors[scale_name(spec.index, name)]
-        source = StaticGate(scale, control=state.control, layer_index=spec.index, half=name, device=device)
+        added, source = GATE_NAME, StaticGate(tensors[scale_name(spec.index, name)], **place)
     # New modules start in training mode, which would leave the Gumbel noise on after model.eval().
     module.add_module(added, source.train(module.training))
     state.parts.append((module, added))

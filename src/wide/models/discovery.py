@@ -76,28 +76,21 @@ def _decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 def _attention_module(layer: nn.Module) -> nn.Module | None:
     for child in layer.children():
-        if _find(child, "o_proj", "dense", "out_proj") is not None and _find(child, "q_proj", "qkv_proj") is not None:
-            return child
-        if any(hasattr(child, part) for part in _LATENT_PARTS):
+        found = _find(child, "o_proj", "dense", "out_proj"), _find(child, "q_proj", "qkv_proj")
+        if None not in found or any(hasattr(child, part) for part in _LATENT_PARTS):
             return child
     return None
 
 
 def _ffn_module(layer: nn.Module, attention: nn.Module) -> nn.Module | None:
-    for child in layer.children():
-        if child is not attention and (
-            _find(child, "down_proj") is not None or hasattr(child, "experts") or hasattr(child, "router")
-        ):
-            return child
-    return None
+    rest = [child for child in layer.children() if child is not attention]
+    found = (c for c in rest if _find(c, "down_proj") is not None or hasattr(c, "experts") or hasattr(c, "router"))
+    return next(found, None)
 
 
 def _find(module: nn.Module, *names: str) -> nn.Module | None:
-    for name in names:
-        part = getattr(module, name, None)
-        if isinstance(part, nn.Module):
-            return part
-    return None
+    parts = (getattr(module, name, None) for name in names)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _block(index: int, layer: nn.Module, config: Any) -> BlockSpec:

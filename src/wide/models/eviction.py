@@ -51,8 +51,7 @@ class EvictingGate(Gate):
         """
         mask, (query, key, value) = self.mask.take(), heads
         if mask is None:
-            output, weights = function(module, query, key, value, *args, **kwargs)
-            return output, weights
+            return super().attend(function, module, heads, *args, **kwargs)
         if kwargs.get("s_aux") is not None:
             raise UnsupportedModelError(f"layer {self.layer_index}: attention with sinks cannot evict keys and values")
         if key.shape[2] == mask.shape[1]:

@@ -81,12 +81,13 @@ class Gate:
         mask: The factors to apply; none where there is nothing to apply.
         residual: What the source reads in place of the sublayer's input, where it reads the residual stream.
         followed: The same mask once more, for the FFN that follows this attention.
+        normed: The same mask once more, for a norm of the sublayer's output.
     """
 
     def __init__(self, source: Router | StaticGate) -> None:
         self.source = source
         self.layer_index, self.half_layer = source.layer_index, source.half_layer
-        self.mask, self.residual, self.followed = Pending(), Pending(), Pending()
+        self.mask, self.residual, self.followed, self.normed = Pending(), Pending(), Pending(), Pending()
 
     def prepare(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide for the coming sublayer by its input `[B, T, D]` (a forward pre-hook with keyword arguments).
@@ -124,6 +125,28 @@ class Gate:
         """Set skipped groups of an FFN's activation to zero (a forward hook): phi(g) * m * u is (phi(g) * u) * m."""
         mask = self.mask.take()
         return output if mask is None else gate_groups(output, mask)
+
+    def keep(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Keep the mask for the norm of the sublayer's output (a forward pre-hook, after the router's)."""
+        self.normed.value = self.mask.value
+
+    def follow_jump(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Give the mask the jump's gradient through a norm of the sublayer's output (a forward hook); values stay.
+
+        Such a norm gives the same for every m * x with m > 0, without a gradient, and at 0 its own is 1 / sqrt(eps), a
+        thousand times the jump. So rows that skip all get that of a usual row, a lone group that of the whole output.
+        """
+        mask = self.normed.take()
+        if mask is None or not mask.requires_grad:
+            return output
+        runs, now = (output != 0).any(-1, keepdim=True), mask.detach()
+        size = args[0].detach().float().square().mean(-1, keepdim=True).sqrt().sum() / runs.sum()
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) or 1e-6
+        # Where no row executes, no size is known, and 1 stands for it.
+        at_zero = (1 + size.nan_to_num(1.0) ** 2 / eps).rsqrt()
+        only = (now != 0) & (now.count_nonzero(-1).unsqueeze(-1) == 1)
+        factor = torch.where(runs, 1 + (only * (mask - now)).sum(-1, keepdim=True), at_zero)
+        return output * factor.to(output.dtype)
 
     def check(self, module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
         """Raise UnsupportedModelError if the sublayer ended and nothing has taken the mask (a forward hook)."""
@@ -230,12 +253,10 @@ def install_attention_gates() -> None:
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for name in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        function = ALL_ATTENTION_FUNCTIONS[name]
+    for name in {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}:
+        function = ALL_ATTENTION_FUNCTIONS.get(name, _module_eager)
         if not hasattr(function, "wide_gated"):
             AttentionInterface.register(name, _gated(function))
-    if "eager" not in ALL_ATTENTION_FUNCTIONS.valid_keys():
-        AttentionInterface.register("eager", _gated(_module_eager))
 
 
 def _gated(function: Callable[..., Any]) -> Callable[..., Any]:

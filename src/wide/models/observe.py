@@ -119,11 +119,9 @@ def bypass(*models: nn.Module) -> Iterator[None]:
     FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
     Raises NotAttachedError if a model carries no plan, or the originals of replaced weights are not at hand.
     """
-    states = [attachment(model) for model in models]
-    for state in states:
-        if state.originals_lost:
-            raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
     with ExitStack() as stack:
-        for state in states:
+        for state in map(attachment, models):
+            if state.originals_lost:
+                raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
             stack.enter_context(state.control.having(enabled=False))
         yield

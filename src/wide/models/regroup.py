@@ -90,8 +90,7 @@ def _require_plain(index: int, ffn: FeedForwardSpec) -> None:
                 "channels cannot change places; load the model without offloading, or use ffn_grouping='adjacent'"
             )
         is_known = type(weight) is nn.Parameter or isinstance(weight, DTensor)
-        is_plain = isinstance(linear, nn.Linear) and is_known and linear.weight.is_floating_point()
-        if not is_plain:
+        if not (isinstance(linear, nn.Linear) and is_known and linear.weight.is_floating_point()):
             raise UnsupportedModelError(
                 f"layer {index}: the channels of a {type(linear).__name__} with a {type(weight).__name__} weight "
                 "cannot change places (quantised); load the model unquantised, or use ffn_grouping='adjacent'"

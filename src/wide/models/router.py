@@ -186,7 +186,9 @@ class Router(nn.Module):
         if seen is None and control.observed is not None:
             seen = control.observed[self.layer_index]
         if seen is not None:
-            self._observe(seen, mask, margin)
+            for half in ("attention", "ffn") if self.is_followed else (self.half_layer,):
+                setattr(seen, half, mask)
+                setattr(seen, f"{half}_margin", margin)
         return mask
 
     def _forced_mask(self, forced: Routing, margin: Tensor) -> Tensor:
@@ -205,11 +207,6 @@ class Router(nn.Module):
         # Another dictionary, because a layer that is recomputed starts where it did before.
         self.control.forced_position = self.control.forced_position | {key: start + length}
         return piece.to(device=margin.device, dtype=margin.dtype if self.training else torch.bool)
-
-    def _observe(self, layer: LayerRouting, mask: Tensor, margin: Tensor) -> None:
-        for half in ("attention", "ffn") if self.is_followed else (self.half_layer,):
-            for name, value in ((half, mask), (f"{half}_margin", margin)):
-                setattr(layer, name, value)
 
 
 def linear_float32(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -75,13 +75,13 @@ def attach_stream(
 ) -> None:
     """Put the projections on a model whose sublayers each have a norm of their own in front."""
 
-    def put(module: nn.Module, name: str, layer: nn.Module) -> None:
+    def put(module: nn.Module, name: str, layer: nn.Module) -> StreamBasis:
         basis = StreamBasis(tensors[name], control=control, device=computing_device(layer))
         module.add_module(STREAM_NAME, basis.train(module.training))
         parts.append((module, STREAM_NAME))
+        return basis
 
-    put(specs[0].layer, EMBEDDING_BASIS, specs[0].layer)
-    entry = basis_of(specs[0].layer)
+    entry = put(specs[0].layer, EMBEDDING_BASIS, specs[0].layer)
     handles.append(specs[0].layer.register_forward_pre_hook(entry.project_input, with_kwargs=True))
     for spec in specs:
         for sublayer, part in spec.sublayers():
@@ -89,8 +89,7 @@ def attach_stream(
             if name not in tensors:
                 continue
             assert part.pre_norm is not None
-            put(part.module, name, spec.layer)
-            basis = basis_of(part.module)
+            basis = put(part.module, name, spec.layer)
             handles.append(part.pre_norm.register_forward_pre_hook(basis.remember, with_kwargs=True))
             handles.append(part.module.register_forward_hook(basis.project_output))
 

@@ -105,10 +105,9 @@ def calibrate_thresholds(
 
     start = measured(0.0)
     passes = [(0.0, start)]
-    for side in (
-        sorted(s for s in sparsities if start.sparsity < s),
-        sorted((s for s in sparsities if s < start.sparsity), reverse=True),
-    ):
+    above = sorted(s for s in sparsities if start.sparsity < s)
+    below = sorted((s for s in sparsities if s < start.sparsity), reverse=True)
+    for side in (above, below):
         nearest = start
         for wanted in side:
             threshold = nearest.threshold(wanted)

@@ -50,10 +50,9 @@ def training_mode(
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in trainable_parameters(model, routers=routers).values()}
     model.eval()
-    casting: list[Any] = []
-    if not isinstance(forward_precision(model), nullcontext):
-        # PEFT would make a float32 copy of every input, which the product turns back at once.
-        casting = [module for module in model.modules() if getattr(module, "cast_input_dtype_enabled", False)]
+    # PEFT would make a float32 copy of every input, which the product turns back at once.
+    is_half = not isinstance(forward_precision(model), nullcontext)
+    casting: list[Any] = [m for m in model.modules() if is_half and getattr(m, "cast_input_dtype_enabled", False)]
     for name, module in model.named_modules():
         if name.endswith("lora_dropout"):
             module.train()
