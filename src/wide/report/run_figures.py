@@ -69,7 +69,8 @@ def _tokens(run: Selection) -> list[Row]:
         {
             "half": name,
             "position": place,
-            "token": f"{place} {_word(token)}",
+            # A dollar sign would begin a formula.
+            "token": f"{place} " + (token.strip().replace("$", r"\$")[:14] or {"\n": "↵"}.get(token[:1], "␣")),
             "layer": layer,
             "share_of_groups": None if share is None else share / 100,
         }
@@ -79,11 +80,6 @@ def _tokens(run: Selection) -> list[Row]:
         )
         for layer, share in enumerate(shares)
     ]
-
-
-def _word(token: str) -> str:
-    # A dollar sign would begin a formula.
-    return token.strip().replace("$", r"\$")[:14] or {"\n": "↵"}.get(token[:1], "␣")
 
 
 def _patterns(run: Selection) -> list[Row]:

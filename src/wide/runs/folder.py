@@ -167,7 +167,8 @@ class RunFolder:
             before = flatten(yaml.safe_load(saved.read_text(encoding="utf-8")))
         except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
             raise ConfigError(f"{saved} is damaged, so the run cannot be continued; use --overwrite") from error
-        now = _as_read_again(self.config)
+        # YAML has no tuples.
+        now: dict[str, Any] = flatten(yaml.safe_load(yaml.safe_dump(dict(self.config))))
         # What a run is called changes nothing in it.
         keys = sorted(key for key in {*before, *now} - {"output", "description"} if before.get(key) != now.get(key))
         if keys:
@@ -194,8 +195,3 @@ def save_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a resolved configuration as YAML that `--config` reads."""
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     write_whole(path, f"# Resolved configuration, written by wide {__version__}; use it again with --config.\n{text}")
-
-
-def _as_read_again(config: Mapping[str, Any]) -> dict[str, Any]:
-    # YAML has no tuples.
-    return flatten(yaml.safe_load(yaml.safe_dump(dict(config))))

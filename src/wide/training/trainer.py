@@ -256,9 +256,8 @@ class Trainer:
         """Warn of a loss that has risen: routers that have lost a group that matters rarely find it again."""
         if self._parallel.is_first and loss > self._lowest + _MUCH_HIGHER:
             warnings.warn(
-                f"{self._options.title}, step {step}: the loss of the text has risen from {self._lowest:.2f} to "
-                f"{loss:.2f}, and routers rarely recover from that; train again with another seed (now "
-                f"{self._stage.seed}) or a lower learning_rate (now {self._stage.learning_rate:g})",
+                f"{self._options.title}, step {step}: the loss has risen from {self._lowest:.2f} to {loss:.2f}; "
+                f"routers rarely recover; try another seed (now {self._stage.seed}), or a lower learning_rate",
                 stacklevel=2,
             )
             self._lowest = math.inf

@@ -135,7 +135,7 @@ class _Product:
         if len(self.x) <= MAX_ROWS:
             found: dict[str, Sequence[Call]] = {"dense cublas": [partial(linear, self.zeros, each) for each in stacked]}
             if len(self.x) == 1:
-                found["dense cublas, matrix-vector"] = [partial(_matrix_vector, each, self.zeros) for each in stacked]
+                found["dense cublas, matrix-vector"] = [partial(torch.mv, each, self.zeros[0]) for each in stacked]
             return found
         if self.name not in SUMS:
             return {"dense": [partial(self.run, self.weights[0], DENSE)]}
@@ -245,10 +245,6 @@ def product_race(
         shipped=shipped_name(stands_for, shipped),
         **about,
     )
-
-
-def _matrix_vector(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.mv(weight, x[0])[None]
 
 
 def _with_select(h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,9 @@ def measure(race: Race, *, rounds: int, until: float = math.inf, with_kernels: b
             record["shipped"] = name == race.shipped
         if race.case is not None and name in race.choices:
             record["choice"] = dataclasses.asdict(race.choices[name])
-            record["case"] = _described(race.operator, race.case)
+            about: Record = {"sizes": dict(race.case.sizes), "dtype": str(race.case.dtype).removeprefix("torch.")}
+            about |= {"active": race.case.active, "options": dict(race.case.options)}
+            record["case"] = {"operator": race.operator, **about}
         record |= outcome
         if name in times:
             median_us = times[name].median_us
@@ -112,16 +114,6 @@ def _compare(race: Race, until: float) -> dict[str, Record]:
         except Exception as raised:
             outcomes[name] = {"failure": f"{type(raised).__name__}: {str(raised)[:300]}"}
     return outcomes
-
-
-def _described(operator: str, case: Case) -> Record:
-    return {
-        "operator": operator,
-        "sizes": dict(case.sizes),
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "active": case.active,
-        "options": dict(case.options),
-    }
 
 
 def launched(call: Callable[[], object]) -> dict[str, int]:
