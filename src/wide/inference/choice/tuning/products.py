@@ -135,7 +135,8 @@ class _Product:
         if len(self.x) <= MAX_ROWS:
             found: dict[str, Sequence[Call]] = {"dense cublas": [partial(linear, self.zeros, each) for each in stacked]}
             if len(self.x) == 1:
-                found["dense cublas, matrix-vector"] = [partial(torch.mv, each, self.zeros[0]) for each in stacked]
+                vector = [partial(lambda weight: torch.mv(weight, self.zeros[0])[None], each) for each in stacked]
+                found["dense cublas, matrix-vector"] = vector
             return found
         if self.name not in SUMS:
             return {"dense": [partial(self.run, self.weights[0], DENSE)]}
