@@ -241,6 +241,7 @@ _REAL_SEEDS = {
     "WIDE, `fitted-50`, G = 128": (("half-fitted", "seeds", "seeds"), "wide-fitted", False),
     "again": (("seeds-again",) * 3, "wide-fitted", False),
     "a third time": (("seeds-third",) * 3, "wide-fitted", False),
+    "a fourth time": (("longer",) * 3, "wide-fitted", False),
     "at half the learning rate": (("seeds-slower",) * 3, "wide-fitted", False),
     "WIDE, the paper's recipe, G = 128": (("half", "seeds", "seeds"), "wide", False),
     "Týr": (("half", "seeds", "seeds"), "tyr", False),

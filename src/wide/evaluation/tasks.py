@@ -43,11 +43,6 @@ def _boolq_row(row: Row) -> Row:
     return row if "label" in row or "answer" not in row else {**row, "label": int(row["answer"])}
 
 
-def _hellaswag_row(row: Row) -> Row:
-    # The original files join the two halves of the context; the stock prompt joins them again.
-    return row if "ctx_a" in row or "ctx" not in row else {**row, "ctx_a": row["ctx"], "ctx_b": ""}
-
-
 _ANSWER, _OPENBOOKQA = ("question", "choices", "answerKey"), ("question_stem", "choices", "answerKey")
 _BOOLQ, _WINOGRANDE = ("passage", "question", "label"), ("sentence", "option1", "option2", "answer")
 _ALL = (
@@ -61,7 +56,8 @@ _ALL = (
     Task(
         *("hellaswag", "acc_norm", "hellaswag/hellaswag.yaml", 10042, ("hellaswag.validation",)),
         fields=("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-        convert=_hellaswag_row,
+        # The original files join the two halves of the context; the stock prompt joins them again.
+        convert=lambda row: row if "ctx_a" in row or "ctx" not in row else {**row, "ctx_a": row["ctx"], "ctx_b": ""},
     ),
 )
 TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}

@@ -10,7 +10,8 @@ from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, No
 _ATTENTION_PRE_NORMS = ("input_layernorm", "attention_layernorm")
 _FFN_PRE_NORMS = ("pre_feedforward_layernorm", "feedforward_layernorm")
 _ATTENTION_POST_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
-_FFN_POST_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
+# Gemma 4 norms the sum with experts once more.
+_FFN_POST_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm_1", "post_feedforward_layernorm")
 _LATENT_PARTS = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "kv_a_proj", "kv_proj_with_mqa")
 _SUB_NORMS = ("attn_sub_norm", "ffn_sub_norm", "inner_attn_ln", "groupnorm")
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ from wide.training.token_loss import num_targets
 
 # Looking at losses makes the host wait for the device.
 _LOOK_EVERY = 10
-# Losses of so many nats above the lowest so far, as means between looks, are more than noise.
-_MUCH_HIGHER = 0.5
+# Means of ten losses so many nats above the lowest so far are more than noise, where so much of the target is skipped.
+_MUCH_HIGHER, _NEAR = 0.5, 0.9
 # Names in records of what the objective measures; rates are averaged over a step's micro-batches, losses are
 # contributions to the step already.
 _LOSSES = ("loss", "lm_loss", "distillation")
@@ -108,7 +109,7 @@ class Trainer:
         self._scalar = torch.empty((), device=self._device) if stage.compile else None
         self._tokens_per_step = 0
         self._timer = _Timer()
-        self._lowest = math.inf
+        self._lowest, self._recent = math.inf, deque[float](maxlen=_LOOK_EVERY)
 
     def train(self) -> Outcome:
         """Run all steps that are left and return what the run was like.
@@ -248,19 +249,25 @@ class Trainer:
             "last": {name: sum(point[name] for _, point in points) / len(points) for name in names},
         }
         self._unread.clear()
-        if len(points) >= _LOOK_EVERY:
-            self._compare(points[-1][0], self._measured["last"]["lm_loss"])
+        for point in points:
+            self._compare(*point)
         return points
 
-    def _compare(self, step: int, loss: float) -> None:
-        """Warn of a loss that has risen: routers that have lost a group that matters rarely find it again."""
-        if self._parallel.is_first and loss > self._lowest + _MUCH_HIGHER:
+    def _compare(self, step: int, found: dict[str, float]) -> None:
+        """Warn, once, of a loss that has risen at the target: routers that lost a group that matters rarely recover."""
+        if found["sparsity.mean"] < _NEAR * found["sparsity.target"]:
+            self._recent.clear()
+        self._recent.append(found["lm_loss"])
+        if len(self._recent) < _LOOK_EVERY or not self._parallel.is_first:
+            return
+        loss = sum(self._recent) / _LOOK_EVERY
+        if loss > self._lowest + _MUCH_HIGHER:
             warnings.warn(
-                f"{self._options.title}, step {step}: the loss has risen from {self._lowest:.2f} to {loss:.2f}; "
-                f"routers rarely recover; try another seed (now {self._stage.seed}), or a lower learning_rate",
+                f"{self._options.title}, step {step}: the loss has risen from {self._lowest:.2f} to {loss:.2f}, and "
+                f"rarely falls as low again; try another seed (now {self._stage.seed}), or a lower learning_rate",
                 stacklevel=2,
             )
-            self._lowest = math.inf
+            self._lowest = math.nan  # Stays so: nothing is higher.
         self._lowest = min(self._lowest, loss)
 
     def _not_finite(self, step: int, row: list[float]) -> str:

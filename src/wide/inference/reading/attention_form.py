@@ -83,7 +83,8 @@ def read_form(part: AttentionSpec, cos: Tensor, sin: Tensor, where: str) -> Atte
         raise UnsupportedModelError(f"{where} hands to its attention function {unknown[0]}, which the engine ignores")
     rotates = not torch.equal(query, plain)
     rotated = {form: (paired(cos), paired(sin)) if form else (cos, sin) for form in (False, True)}
-    forms = [form for form in rotated if _is_close(rotate(plain, *rotated[form], interleaved=form), query)]
+    apart = {form: rotate(plain, *rotated[form], interleaved=form) - query for form in rotated}
+    forms = [form for form in rotated if bool(apart[form].float().norm() <= _TOLERANCE * query.float().norm())]
     if rotates and not forms:
         raise UnsupportedModelError(f"{where} rotates queries in a way that the engine does not know")
     scale = options.get("scaling")
@@ -100,7 +101,3 @@ def paired(angles: Tensor) -> Tensor:
     """Return cosines or sines [..., r] of pairs twice over, the first halves first, also where neighbours are alike."""
     pairs = angles.unflatten(-1, (-1, 2))
     return pairs.transpose(-1, -2).flatten(-2) if torch.equal(pairs[..., 0], pairs[..., 1]) else angles
-
-
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    return bool((found - wanted).float().norm() <= _TOLERANCE * wanted.float().norm())
