@@ -5,8 +5,10 @@ import torch
 from families import make, stirred, tokens
 from torch.nn import functional
 
+import wide
 from wide.config import WideConfig
 from wide.models.attach import attach, attachment
+from wide.models.discovery import discover
 from wide.models.observe import force_routing, observe
 from wide.models.router import LinearInPieces
 from wide.routing import LayerRouting
@@ -91,6 +93,22 @@ def test_the_gradient_through_a_norm_behind_a_sublayer_is_that_of_the_jump(famil
     opening = (slope[0, 0] * opened[0, 0]).sum() * full[0] / sizes[1:].mean()
     torch.testing.assert_close(found[0, 0].sum(), opening, rtol=0.02, atol=0.0)
     torch.testing.assert_close(found[0, 1, 0], (slope[0, 1] * output[0, 1]).sum(), rtol=0.02, atol=1e-4)
+
+
+def test_a_norm_after_a_forward_that_broke_off_gives_the_engine_its_own_values():
+    model = attach(make("gemma3_text"), WideConfig(ffn_group_size=16)).train()
+    breaks = model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(2, 6))
+    breaks.remove()
+    wide.optimize(model.eval(), backend="torch")
+    assert model(tokens(3, 5)).logits.shape[:2] == (3, 5)
+
+
+def test_the_norm_of_an_ffn_beside_experts_is_its_own_not_that_of_their_sum():
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    model = make("gemma4_text", **experts, hidden_size_per_layer_input=0)
+    assert discover(model)[0].ffn.post_norm is model.model.layers[0].post_feedforward_layernorm_1
 
 
 def test_products_of_bfloat16_pieces_are_the_float32_product():
