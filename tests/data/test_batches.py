@@ -37,6 +37,14 @@ def test_blocks_are_the_stream_cut_and_only_document_starts_are_no_targets(lengt
     assert batch.valid.all()
 
 
+def test_a_first_token_begins_every_block_of_every_cut():
+    source = stream([5, 9])
+    for blocks in (TokenBlocks(source, 4, first=77), TokenBlocks(source, 7, first=77).cut(4, seed=1)):
+        ids = blocks.batch(range(len(blocks))).input_ids
+        assert ids[:, 0].tolist() == [77] * 3
+        assert ids[:, 1:].flatten().tolist() == [t for i, t in enumerate(source.tokens[:12].tolist()) if i % 4]
+
+
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
 def test_shares_of_all_ranks_make_up_the_global_batch(num_blocks, step, share, world, seed):
     whole = block_indices(num_blocks, seed, step, batch_size=share * world)

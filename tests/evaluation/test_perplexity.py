@@ -24,7 +24,7 @@ class Bigram(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.table = nn.Parameter(torch.randn(VOCAB, VOCAB, generator=generator).to(dtype))
-        self.shapes = []
+        self.shapes, self.ids = [], []
 
     def get_input_embeddings(self):
         return SimpleNamespace(weight=self.table)
@@ -34,6 +34,7 @@ class Bigram(nn.Module):
         assert not torch.is_grad_enabled()
         assert not self.training
         self.shapes.append(tuple(input_ids.shape))
+        self.ids.append(input_ids)
         return SimpleNamespace(logits=self.table[input_ids])
 
 
@@ -76,6 +77,19 @@ def test_the_bar_knows_that_short_windows_are_batches_of_their_own(monkeypatch):
     for length in (20, 24, 27):
         token_perplexity(Bigram(), "a" * length, tokenizer=Letters(), window=8, batch_size=2)
     assert shown == [(2, 2), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("stride", [8, 3])
+def test_gemma_reads_bos_first_in_every_window(stride):
+    class GemmaLetters(Letters):
+        bos_token_id = 5
+
+    text, model = "the windows of a text that has no end", Bigram()
+    token_perplexity(model, text, tokenizer=GemmaLetters(), window=8, stride=stride)
+    plain = Bigram()
+    token_perplexity(plain, text, tokenizer=Letters(), window=8, stride=stride)
+    assert {int(ids[0, 0]) for ids in model.ids} == {5}
+    assert all(torch.equal(ids[:, 1:], other[:, 1:]) for ids, other in zip(model.ids, plain.ids, strict=True))
 
 
 def test_documents_are_joined_by_blank_lines():

@@ -19,7 +19,7 @@ from torch import Tensor
 from wide.data.corpus import PYTHON_DOCS, is_data_set, is_streamed, load_documents, source_fingerprint
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
-from wide.data.tokenizer import tokenizer_fingerprint
+from wide.data.tokenizer import block_start, tokenizer_fingerprint
 from wide.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class TokenBlocks:
     """Blocks of T tokens of a stream, by index; what is left at its end is not used.
 
     The seed is of the order in which `batch_at` visits them; `split` is of the source that the text is, None if it is
-    all of it. Raises DataError if the stream is too short for one block.
+    all of it; `first` is the token that begins each block (`block_start`). Raises DataError if the stream is too short
+    for one block.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class TokenBlocks:
         seed: int = 17,
         name: str | None = None,
         split: str | None = None,
+        first: int | None = None,
     ) -> None:
-        self.name, self.split = name, split
+        self.name, self.split, self._first = name, split, first
         self.sequence_length = sequence_length
         self.largest_id = stream.largest_id
         self._stream, self._seed = stream, seed
@@ -131,7 +133,9 @@ class TokenBlocks:
 
     def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
         """Return the same text in blocks of another length and order; nothing is copied."""
-        return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name, split=self.split)
+        return TokenBlocks(
+            self._stream, sequence_length, seed=seed, name=self.name, split=self.split, first=self._first
+        )
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.
@@ -148,6 +152,8 @@ class TokenBlocks:
             input_ids[row] = torch.from_numpy(tokens[begin : begin + length].astype(np.int64))
             low, high = np.searchsorted(starts, [begin, begin + length])
             is_start[row, torch.from_numpy(starts[low:high] - begin)] = True
+        if self._first is not None:
+            input_ids[:, 0] = self._first
         return TokenBatch(
             input_ids=input_ids, labels=input_ids.masked_fill(is_start, IGNORED), valid=torch.ones_like(is_start)
         )
@@ -180,7 +186,8 @@ def blocks_of_texts(
     if not documents:
         raise DataError("data holds no text; give texts, a path, or the name of a source such as 'python-docs'")
     stream = stream_in_memory(documents, tokenizer)
-    return TokenBlocks(stream, min(sequence_length, len(stream.tokens)) if shorten else sequence_length, seed=seed)
+    length = min(sequence_length, len(stream.tokens)) if shorten else sequence_length
+    return TokenBlocks(stream, length, seed=seed, first=block_start(tokenizer))
 
 
 def load_blocks(
@@ -225,4 +232,4 @@ def load_blocks(
         stream = stream_on_disk(documents, tokenizer, cache / f"tokens-{key}", max_tokens)
     if split is None and (source == PYTHON_DOCS or is_data_set(source)):
         split = "train"
-    return TokenBlocks(stream, sequence_length, seed=seed, name=str(source), split=split)
+    return TokenBlocks(stream, sequence_length, seed=seed, name=str(source), split=split, first=block_start(tokenizer))

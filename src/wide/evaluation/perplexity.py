@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from wide.data.batches import IGNORED, TokenBatch, TokenBlocks
 from wide.data.documents import Document
 from wide.data.progress import progress
-from wide.data.tokenizer import check_vocabulary, require_characters
+from wide.data.tokenizer import block_start, check_vocabulary, require_characters
 from wide.errors import EvaluationError
 from wide.evaluation.inference import model_device, watching
 from wide.models.cost import SkipCounter
@@ -99,10 +99,12 @@ def token_perplexity(
         short = sum(begin + window > len(ids) for begin in begins)
         num_batches = math.ceil((len(begins) - short) / batch_size) + short
         batches = _windows(ids, begins, window, stride, batch_size)
-    device, losses = model_device(model), []
+    device, losses, first = model_device(model), [], None if tokenizer is None else block_start(tokenizer)
     with judging(model), watching(meter):
         for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
             moved = batch.to(device)
+            if first is not None:
+                moved.input_ids[:, 0] = first
             logits = model(input_ids=moved.input_ids, use_cache=False).logits
             if meter is not None:
                 meter.add_latest(moved.valid)

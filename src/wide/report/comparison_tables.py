@@ -29,12 +29,9 @@ def _amount(value: float, _error: float | None) -> str:
     return f"{value:z.0f}"
 
 
-def _seconds(value: float, _error: float | None) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:z.1f}"
-
-
 _LOOKS = looks("tables")
-_SHOW = {"decimal": decimal, "percent": percent, "ratio": _ratio, "amount": _amount, "seconds": _seconds}
+_SHOW = {"decimal": decimal, "percent": percent, "ratio": _ratio, "amount": _amount}
+_SHOW["seconds"] = lambda value, _error: f"{value:,.0f}" if value >= 10 else f"{value:z.1f}"
 QUALITY, FACTS = (
     tuple(Column(title, metric, _SHOW[show]) for title, metric, show in _LOOKS[part]) for part in ("quality", "facts")
 )

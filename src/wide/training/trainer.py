@@ -92,6 +92,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=stage.learning_rate,
+            betas=(0.9, stage.adam_beta2),
             weight_decay=stage.weight_decay,
             fused=self._device.type == "cuda",
         )

@@ -22,12 +22,7 @@ from wide.models.router import Router
 from wide.models.stream import STREAM_NAME
 from wide.plan import LayerPlan, Skipped
 
-ACTIVATIONS = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUTanh": "gelu_tanh",
-    "ReLUSquaredActivation": "relu2",
-}
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "ReLUSquaredActivation": "relu2"}
 _MULTIPLIER = "residual_multiplier"
 # Modules that a plan put there.
 _OURS = (ROUTER_NAME, GATE_NAME, STREAM_NAME)
@@ -314,12 +309,7 @@ def _attention(
 
 
 def _feed_forward(
-    where: str,
-    spec: BlockSpec,
-    part: FeedForwardSpec,
-    around: dict[str, Any],
-    weights: Weights,
-    space: Subspace | None,
+    where: str, spec: BlockSpec, part: FeedForwardSpec, around: dict[str, Any], weights: Weights, space: Subspace | None
 ) -> FeedForwardWeights:
     require_known(part.module, (*part.linears(), part.activation), where)
     activation = ACTIVATIONS.get(type(part.activation).__name__)

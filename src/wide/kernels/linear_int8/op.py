@@ -12,11 +12,7 @@ from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.gemm_mn.op import finish_dense
 from wide.kernels.gemm_mn.reference import ACTIVATIONS
 from wide.kernels.int8 import int8_options, turned
-from wide.kernels.linear_int8.reference import (
-    expand_int8_reference,
-    linear_int8_reference,
-    quantise_rows_reference,
-)
+from wide.kernels.linear_int8.reference import expand_int8_reference, linear_int8_reference, quantise_rows_reference
 from wide.kernels.registration import check_tensor, operator
 
 MAX_ROWS = 256
