@@ -124,8 +124,7 @@ def optimize(
     for spec in state.specs:
         require_plain(spec)
     layers = tuned_layers(state.specs, state.plan, weights)
-    weight: Any = state.specs[0].attention.query.weight
-    device, dtype = weight.device, weight.dtype
+    device, dtype = _place(state.specs[0].attention.query.weight)
     if table is not None:
         _require_kernels(layers, table, device, dtype)
         tables = [table] * len(layers)
@@ -165,6 +164,10 @@ def deoptimize(model: ModelT) -> ModelT:
     state.engine.remove()
     state.engine = None
     return model
+
+
+def _place(weight: Any) -> tuple[torch.device, torch.dtype]:
+    return weight.device, weight.dtype
 
 
 def _require_kernels(

@@ -16,7 +16,6 @@ from wide.inference.operators.table import OperatorName, OperatorTable
 from wide.inference.reading.weights import (
     AttentionWeights,
     EngineRouter,
-    FeedForwardWeights,
     LayerWeights,
     Sublayer,
     apply_norm,
@@ -113,8 +112,9 @@ def run_layer(
         total = total + attended
     else:
         total, normed, ffn_mask = _enter(ffn, stream, forced.ffn, options)
-    addend = _leave(ffn, _feed_forward(ffn, normed, ffn_mask, options), table)
-    return Residual(_on(ffn, total), addend), Masks(attention_mask, ffn_mask)
+    ready = options.wait if options.side is not None and options.side.runs else None
+    fed = feed_forward(ffn.gated, ffn.down, normed, ffn_mask, table, ready=ready)
+    return Residual(_on(ffn, total), _leave(ffn, fed, table)), Masks(attention_mask, ffn_mask)
 
 
 def _on(part: Sublayer, total: Tensor) -> Tensor:
@@ -243,12 +243,6 @@ def _project(
     width = weights.query.outputs
     keys, values = whole[:, width:].chunk(2, 1)
     return whole[:, :width], keys, values, None
-
-
-def _feed_forward(weights: FeedForwardWeights, x: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    """Return the output of the FFN, [M, D]."""
-    ready = options.wait if options.side is not None and options.side.runs else None
-    return feed_forward(weights.gated, weights.down, x, mask, options.table, ready=ready)
 
 
 def force(layers: Sequence[LayerWeights], masks: LayerMasks) -> LayerMasks:
