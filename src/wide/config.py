@@ -78,6 +78,10 @@ class ObjectiveConfig(Checked):
     smoothing: Share = 0.0
 
 
+BEFORE = {"adam_beta2": 0.999}
+"""What a run had that was begun before there was the option."""
+
+
 def recorded_objective(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objective that an adapter records, without options of earlier versions that were off."""
     return {name: value for name, value in found.items() if value or name in ObjectiveConfig.__dataclass_fields__}
@@ -94,7 +98,7 @@ class StageConfig(Checked):
         sequence_length: Tokens per sequence.
         learning_rate: Peak of the cosine schedule.
         weight_decay: Of AdamW.
-        adam_beta2: Of AdamW. At 0.95 a rare large gradient moves a router by a seventh of what it does at 0.999.
+        adam_beta2: Of AdamW. At 0.95 a rare large gradient moves a router by a fifth of what it does at 0.999.
         max_grad_norm: Gradient clipping.
         warmup: Share of the steps with linearly rising learning rate.
         temperature_start: Gumbel-softmax temperature at the first step.

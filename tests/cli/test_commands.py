@@ -163,6 +163,15 @@ def test_resume_of_a_finished_run_measures_nothing_again(finished):
     assert measured == []
 
 
+def test_a_run_begun_before_an_option_existed_goes_on(finished, tmp_path, capsys):
+    run = shutil.copytree(finished, tmp_path / "run")
+    lines = (run / "config.yaml").read_text().replace(str(finished), str(run)).splitlines(keepends=True)
+    (run / "config.yaml").write_text("".join(line for line in lines if "adam_beta2" not in line))
+    assert main(["prune", "--config", str(run / "config.yaml"), "--resume"]) == 0
+    assert main(["prune", "--config", str(run / "config.yaml"), "--resume", "--train.adam_beta2", "0.9"]) == 1
+    assert "train.adam_beta2 0.999 -> 0.9" in capsys.readouterr().err
+
+
 def test_interrupted_run_goes_on_with_resume(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):
     from wide.runs import run as pipeline
 

@@ -82,7 +82,7 @@ def test_the_bar_knows_that_short_windows_are_batches_of_their_own(monkeypatch):
 @pytest.mark.parametrize("stride", [8, 3])
 def test_gemma_reads_bos_first_in_every_window(stride):
     class GemmaLetters(Letters):
-        bos_token_id = 5
+        bos_token, bos_token_id = "<bos>", 5
 
     text, model = "the windows of a text that has no end", Bigram()
     token_perplexity(model, text, tokenizer=GemmaLetters(), window=8, stride=stride)

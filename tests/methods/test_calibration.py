@@ -62,6 +62,15 @@ def test_impossible_windows_name_the_way_out(wrong, way_out):
         windows(numbered(3, 12), **({"count": 2, "length": 4, "seed": 0} | wrong))
 
 
+def test_a_first_token_begins_every_window():
+    blocks = numbered(5, 13)
+    plain = windows(blocks, count=9, length=4, seed=1)
+    blocks.first = 99
+    found = windows(blocks, count=9, length=4, seed=1)
+    assert found[:, 0].tolist() == [99] * 9
+    assert torch.equal(found[:, 1:], plain[:, 1:].where(plain[:, 1:] % 13 > 0, 99))
+
+
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
 def test_every_token_weighs_the_same_in_any_micro_batch(batch_size):
     model = toy_model(2)

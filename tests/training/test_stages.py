@@ -14,7 +14,7 @@ from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
 from wide.models.thresholds import measure_sparsity
-from wide.training import inference_target
+from wide.training import inference_target, stages
 from wide.training.stages import prune, recover
 from wide.training.text_source import ShiftedSource, batch_source
 
@@ -187,6 +187,17 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
         prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2), output=tmp_path)
     with pytest.raises(ConfigError, match="other settings"):
         prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=3), output=tmp_path, resume=True)
+
+
+def test_checkpoints_from_before_an_option_existed_are_of_the_same_run(monkeypatch):
+    base = routed_model()
+    now = stages._fingerprint(base, [], stage())
+    assert stages._fingerprint(base, [], stage(adam_beta2=0.95)) != now
+    asdict = dataclasses.asdict
+    monkeypatch.setattr(
+        stages.dataclasses, "asdict", lambda each: {k: v for k, v in asdict(each).items() if k != "adam_beta2"}
+    )
+    assert stages._fingerprint(base, [], stage()) == now
 
 
 def test_groups_cannot_be_changed_on_a_model_that_has_routers():

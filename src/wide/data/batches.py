@@ -113,7 +113,7 @@ class TokenBlocks:
         split: str | None = None,
         first: int | None = None,
     ) -> None:
-        self.name, self.split, self._first = name, split, first
+        self.name, self.split, self.first = name, split, first
         self.sequence_length = sequence_length
         self.largest_id = stream.largest_id
         self._stream, self._seed = stream, seed
@@ -133,9 +133,7 @@ class TokenBlocks:
 
     def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
         """Return the same text in blocks of another length and order; nothing is copied."""
-        return TokenBlocks(
-            self._stream, sequence_length, seed=seed, name=self.name, split=self.split, first=self._first
-        )
+        return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name, split=self.split, first=self.first)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
         """Return the blocks of these indices, in this order, on the CPU.
@@ -152,8 +150,8 @@ class TokenBlocks:
             input_ids[row] = torch.from_numpy(tokens[begin : begin + length].astype(np.int64))
             low, high = np.searchsorted(starts, [begin, begin + length])
             is_start[row, torch.from_numpy(starts[low:high] - begin)] = True
-        if self._first is not None:
-            input_ids[:, 0] = self._first
+        if self.first is not None:
+            input_ids[:, 0] = self.first
         return TokenBatch(
             input_ids=input_ids, labels=input_ids.masked_fill(is_start, IGNORED), valid=torch.ones_like(is_start)
         )

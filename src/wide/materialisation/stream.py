@@ -100,7 +100,9 @@ def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | 
             shortcut = after.T @ before
         norm = CutRMSNorm(spec.hidden_size, _eps(part.pre_norm, spec.index))
         setattr(layer, names[2 * position], norm.train(layer.training))
-        setattr(layer, ("attention_shortcut", "ffn_shortcut")[position], _linear(shortcut, output.weight.dtype))
+        past = nn.Linear(shortcut.shape[1], shortcut.shape[0], bias=False, device="meta")
+        past.weight = nn.Parameter(shortcut.to(output.weight.dtype).contiguous(), requires_grad=False)
+        setattr(layer, ("attention_shortcut", "ffn_shortcut")[position], past)
     layer.names = names  # type: ignore[assignment]
     layer.__class__ = _with_cut_stream(type(layer))
 
@@ -137,12 +139,6 @@ def norm_scales(spec: BlockSpec) -> tuple[Tensor, Tensor]:
     Raises UnsupportedModelError if one is not an RMS norm with a weight (as it is, or added to 1).
     """
     return _norm_scale(spec, spec.attention.pre_norm), _norm_scale(spec, feed_forward(spec).pre_norm)
-
-
-def _linear(weight: Tensor, dtype: torch.dtype) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.to(dtype).contiguous(), requires_grad=False)
-    return linear
 
 
 def _with_cut_stream(layer_class: type[nn.Module]) -> type[nn.Module]:

@@ -46,8 +46,10 @@ def windows(
     places = generator.permuted(np.tile(np.arange(per_block), (len(visited), 1)), axis=1)
     tour, block = np.divmod(np.arange(count), len(visited))
     begins = torch.from_numpy(shifts[block] + length * places[block, tour])
-    ids = blocks.batch(visited[block].tolist()).input_ids
-    return ids.gather(1, begins.unsqueeze(1) + torch.arange(length))
+    ids = blocks.batch(visited[block].tolist()).input_ids.gather(1, begins.unsqueeze(1) + torch.arange(length))
+    if blocks.first is not None:
+        ids[:, 0] = blocks.first
+    return ids
 
 
 def require_length(blocks: TokenBlocks, length: int, setting: str) -> None:

@@ -83,12 +83,6 @@ def _attention_module(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def _ffn_module(layer: nn.Module, attention: nn.Module) -> nn.Module | None:
-    rest = [child for child in layer.children() if child is not attention]
-    found = (c for c in rest if _find(c, "down_proj") is not None or hasattr(c, "experts") or hasattr(c, "router"))
-    return next(found, None)
-
-
 def _find(module: nn.Module, *names: str) -> nn.Module | None:
     parts = (getattr(module, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module)), None)
@@ -102,7 +96,9 @@ def _block(index: int, layer: nn.Module, config: Any) -> BlockSpec:
             f"layer {index} ({type(layer).__name__}) has no attention module with projections named q_proj or "
             f"qkv_proj and o_proj (children: {names}); hybrid and non-standard layers need your own BlockSpec"
         )
-    ffn_module = _ffn_module(layer, attention)
+    rest = [child for child in layer.children() if child is not attention]
+    found = (c for c in rest if _find(c, "down_proj") is not None or hasattr(c, "experts") or hasattr(c, "router"))
+    ffn_module = next(found, None)
     ffn, reason = None, f"layer {index} has no FFN with a down_proj"
     if ffn_module is not None:
         ffn, reason = _feed_forward(index, layer, ffn_module)

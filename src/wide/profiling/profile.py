@@ -144,7 +144,9 @@ class _Job:
             ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=self.device)
             # Sequences that are alike would skip alike, which batches do not.
             starts = torch.arange(batch, device=self.device) * max(1, ids.numel() // batch)
-            return ids[(starts[:, None] + torch.arange(count, device=self.device)) % ids.numel()]
+            rows = ids[(starts[:, None] + torch.arange(count, device=self.device)) % ids.numel()]
+            rows[:, 0] = ids[0]  # BOS, where the tokenizer has it.
+            return rows
         return torch.randint(0, model.config.vocab_size, (batch, count), device=self.device)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import yaml
 
+from wide.config import BEFORE
 from wide.errors import ConfigError, UsageError
 from wide.records import CELLS, COMPARISON, GRID, RECORDS, RecordFile, fingerprint
 from wide.runs.process import LOCK, held, is_main_process, say
@@ -170,6 +171,7 @@ class RunFolder:
         # YAML has no tuples.
         now: dict[str, Any] = flatten(yaml.safe_load(yaml.safe_dump(dict(self.config))))
         # What a run is called changes nothing in it.
+        before = {key: BEFORE.get(key.rpartition(".")[2]) for key in now} | before
         keys = sorted(key for key in {*before, *now} - {"output", "description"} if before.get(key) != now.get(key))
         if keys:
             words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)

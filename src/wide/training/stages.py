@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
+from wide.config import BEFORE, ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
 from wide.data.batches import BatchSource
 from wide.errors import ConfigError
 from wide.models.adapter import save
@@ -255,6 +255,7 @@ def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
     base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
     # How often checkpoints are written changes nothing.
     settings = dataclasses.asdict(dataclasses.replace(stage, checkpoint_every=0))
+    settings = {key: value for key, value in settings.items() if (key, value) not in BEFORE.items()}
     orders = {} if state.regrouped is None else state.regrouped.orders()
     pruned = state.static_parameters() | ({} if state.replaced is None else state.replaced.values())
     static = {name: float(values.detach().double().sum()) for name, values in pruned.items()}
