@@ -77,8 +77,7 @@ _SIZES = {
     "16 / 192": ("g-sweep", "f16-a192"),
     "32 / 192": ("n50", "wide-32"),
     "128 / 192": ("n50", "wide"),
-    "512 / 192": ("g-sweep", "f512-a192"),
-    **{f"128 / {size}": ("g-sweep", f"f128-a{size}") for size in (64, 384, 768)},
+    **{f"128 / {size}": ("g-sweep", f"f128-a{size}") for size in (64, 768)},
 }
 _SWEEP = {0.25: "n25", 0.5: "n50"}
 
@@ -271,7 +270,7 @@ _LARGER_ROWS = {
     "WIDE, `fitted-50`, G = 128": ("half-fitted", "wide-fitted", False),
     "the same, with LoRA": ("half-fitted-lora", "wide-fitted", True),
     "`fitted-50`, β2 = 0.95": ("stable", "wide-fitted", False),
-    "the same, long LoRA": ("stable", "wide-fitted", True),
+    "the same, LoRA of 700 steps": ("stable", "wide-fitted", True),
     "WIDE, the paper's recipe, G = 128": ("half-paper", "wide", False),
     "Týr": ("half", "tyr", False),
     "SliceGPT": ("half", "slicegpt", False),
