@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wide.data.batches import IGNORED, TokenBlocks, block_indices, load_blocks
+from wide.data.batches import IGNORED, TokenBlocks, block_indices, blocks_of_texts, load_blocks
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
+from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, DataError
 
+NANO = Path(__file__).parents[2] / "models/nano"
 DOCUMENTS = [Document(name=str(i), text=f"document {i} " + "word " * (7 * i % 23)) for i in range(30)]
 
 
@@ -121,6 +124,17 @@ def test_a_damaged_cache_is_refused(tokenizer, tmp_path):
     (tmp_path / "cache" / "facts.json").unlink()
     with pytest.raises(DataError, match="incomplete"):
         stream_on_disk(DOCUMENTS, tokenizer, tmp_path / "cache")
+
+
+def test_text_for_gemma_begins_every_block_with_bos(tokenizer, tmp_path):
+    gemma = load_tokenizer(NANO)
+    gemma.add_special_tokens({"bos_token": "<bos>"})
+    (tmp_path / "a.txt").write_text("some words " * 100)
+    for named in (tokenizer, gemma):
+        loaded = load_blocks(tmp_path / "a.txt", named, sequence_length=8)
+        for blocks in (loaded, blocks_of_texts(["some words " * 100], named, sequence_length=8)):
+            found = set(blocks.batch(range(len(blocks))).input_ids[:, 0].tolist())
+            assert (found == {gemma.bos_token_id}) == (named is gemma)
 
 
 def test_changed_text_gets_another_cache(tokenizer, tmp_path):

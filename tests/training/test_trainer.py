@@ -151,6 +151,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_checkpoint(t
     assert all(torch.isfinite(value).all() for value in kept.parameters.values())
 
 
+def test_the_optimiser_has_the_settings_of_the_stage():
+    (group,) = trainer(routed_model(), adam_beta2=0.95, weight_decay=0.2)._optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), 0.2)
+
+
 @pytest.mark.parametrize(("target", "times"), [(0.2, 1), (0.99, 0)], ids=["at the target", "far from it"])
 def test_a_loss_that_rises_at_the_target_is_told_of_once(target, times, recwarn):
     class Changed(RandomSource):
