@@ -49,19 +49,15 @@ _METHODS = {
     "skipgpt-original": "SkipGPT, original form",
     "dllm": "D-LLM, as the WIDE paper runs it",
 }
-# Column -> target, and the runs that hold it: of several the first with a finished cell counts.
-_COLUMNS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "a quarter of the work": (0.25, ("f25", "f25-fitted", "f25-groups", "f25-tasks")),
-    "50 % nominal": (
-        0.5,
-        ("n50", "n50-rest", "n50-fitted", "seeds", "seeds-fitted-18", "seeds-fitted", "seeds-tyr-18", "seeds-tyr"),
-    ),
-    "half of the work": (0.5, ("f50", "f50-fitted", "f50-groups", "f50-tasks", "f50-seeds", "f50-seeds-fitted")),
+# Column -> the runs that hold it: of several the first with a finished cell counts.
+_NOMINAL = ("n50", "n50-rest", "n50-fitted", "seeds", "seeds-fitted-18", "seeds-fitted", "seeds-tyr-18", "seeds-tyr")
+_COLUMNS = {
+    "50 % nominal": _NOMINAL,
+    "half of the work": ("f50", "f50-fitted", "f50-groups", "f50-tasks", "f50-seeds", "f50-seeds-fitted"),
 }
 # Whole layers are the same share of the work as of the nominal target.
 _WHOLE_LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
 _AGAIN = (*_WHOLE_LAYERS, "slicegpt", "dllm-original")
-_LAYERS_IN = {"a quarter of the work": ("n25", "n25-fitted"), "half of the work": _COLUMNS["50 % nominal"][1]}
 _PARTS = {
     "all of it (`fitted-50`)": ("f50-fitted", "wide-fitted"),
     "without fitted start and bias (`small`)": ("parts", "no-bias"),
@@ -101,12 +97,11 @@ def number(run: str, method: str, metric: str, target: float, *, seed: int = 17,
 
 def quality() -> Table:
     """Return perplexities by method; ± is the standard deviation over seeds 17, 18 and 19, where all were measured."""
-    columns = ("50 % nominal", "half of the work")
     rows = [
-        (name, *(_of_seeds(method, column, lora) for column in columns for lora in (False, True)))
+        (name, *(_of_seeds(method, column, lora) for column in _COLUMNS for lora in (False, True)))
         for method, name in _METHODS.items()
     ]
-    titles = [title for column in columns for title in (column, "with LoRA")]
+    titles = [title for column in _COLUMNS for title in (column, "with LoRA")]
     return Table(header=("method", *titles), rows=tuple(rows))
 
 
@@ -288,12 +283,10 @@ _REAL_FEW = (
 
 
 def _of_seeds(method: str, column: str, lora: bool) -> str:
-    target, runs = _COLUMNS[column]
-    if method in _WHOLE_LAYERS:
-        runs = _LAYERS_IN.get(column, runs)
+    runs = _NOMINAL if method in _WHOLE_LAYERS else _COLUMNS[column]
     values = []
     for seed in _SEEDS if method != "dense" else _SEEDS[:1]:
-        found = (number(run, method, _PERPLEXITY, target, seed=seed, lora=lora) for run in _once(runs, method, seed))
+        found = (number(run, method, _PERPLEXITY, 0.5, seed=seed, lora=lora) for run in _once(runs, method, seed))
         values.append(next((value for value in found if value is not None), None))
     if values[0] is None:
         return "-"
