@@ -265,7 +265,7 @@ class Trainer:
         if loss > self._lowest + _MUCH_HIGHER:
             warnings.warn(
                 f"{self._options.title}, step {step}: the loss has risen from {self._lowest:.2f} to {loss:.2f}, and "
-                f"rarely falls as low again; try another seed (now {self._stage.seed}), or a lower learning_rate",
+                f"rarely falls as low again; try another seed (now {self._stage.seed})",
                 stacklevel=2,
             )
             self._lowest = math.nan  # Stays so: nothing is higher.
