@@ -34,7 +34,7 @@ import wide
 from wide.grouping import Grouping
 from wide.models.attach import attachment
 from wide.models.discovery import discover
-from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, Stream, scale_name
+from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
 from wide.profiling.calls import Candidate, batch_figures, generate_us
 from wide.profiling.correctness import check_decoder, reference
 from wide.profiling.synthetic import set_shares, skipped_shares
@@ -45,10 +45,10 @@ from wide.writing import write_whole
 _STUDY = Path(__file__).parents[1] / "docs/results/qwen2.5-coder-1.5b/records.jsonl.gz"
 ROWS = {
     "dense": "half",
-    "wide-fitted": "half-fitted",
+    "wide-fitted": "stable",
     "wide": "half-paper",
+    "ddp": "half",
     "tyr": "half",
-    "slicegpt": "half",
     "shortened-taylor": "half",
 }
 """Methods, and the runs of the study that hold what each layer skips."""
@@ -91,19 +91,6 @@ def static_plan(model: Any, skipped: list[tuple[float, float]]) -> tuple[Plan, d
     return Plan(tuple(layers)), tensors
 
 
-def stream_plan(model: Any, share: float) -> tuple[Plan, dict[str, Tensor]]:
-    """Return a plan that leaves out this share of the residual stream's dimensions, and its tensors.
-
-    One drawn basis serves for all: with several, each sublayer would renew the stream, and rounding would decide.
-    """
-    width = model.config.hidden_size
-    dense = (LayerPlan(attention=Dense(), ffn=Dense()),) * _LAYERS
-    kept = round((1 - share) * width)
-    plan = Plan(dense, Stream(width=width, kept=kept))
-    basis = torch.linalg.qr(torch.randn(width, kept, device=model.device))[0]
-    return plan, dict.fromkeys(plan.tensor_shapes(), basis)
-
-
 def prepared(base: Any, method: str, ids: Tensor) -> tuple[Any, dict[str, Any]]:
     """Return a copy of a model as a row of the study, optimised, and what its gate and its routers say.
 
@@ -120,9 +107,6 @@ def prepared(base: Any, method: str, ids: Tensor) -> tuple[Any, dict[str, Any]]:
         facts["skipped_prompt"] = skipped_shares(model, ids)
     elif method == "dense":
         wide.attach(model, Plan((LayerPlan(attention=Dense(), ffn=Dense()),) * _LAYERS))
-    elif method == "slicegpt":
-        plan, tensors = stream_plan(model, shares(method)[0][1])
-        wide.attach(model, plan, tensors=tensors)
     else:
         plan, tensors = static_plan(model, shares(method))
         wide.attach(model, plan, tensors=tensors)

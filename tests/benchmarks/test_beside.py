@@ -15,7 +15,7 @@ def tiny():
     return Qwen2ForCausalLM(Qwen2Config(**beside._TINY, **heads)).eval()
 
 
-@pytest.mark.parametrize("method", ["tyr", "shortened-taylor"])
+@pytest.mark.parametrize("method", ["tyr", "ddp", "shortened-taylor"])
 def test_static_plans_leave_out_what_the_records_say(method):
     model, wanted = tiny(), beside.shares(method)
     plan, tensors = beside.static_plan(model, wanted)
