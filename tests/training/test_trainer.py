@@ -20,7 +20,7 @@ from wide.training.checkpoint import CheckpointFolder
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective
 from wide.training.progress_log import StageOptions
-from wide.training.trainer import Trainer, micro_batch_size
+from wide.training.trainer import Trainer, learning_rate, micro_batch_size
 
 
 def trainer(model, folder=None, *, source=None, config=None, resume=False, fingerprint="same", **changes):
@@ -179,6 +179,9 @@ def test_routers_go_back_three_times_from_a_loss_that_has_risen_at_the_target(ta
     source = Worse(model, 15)
     run = trainer(model, config=ObjectiveConfig(sparsity=target), source=source, steps=61, checkpoint_every=3)
     run.train()
+    assert run._schedule(30)["learning_rate"] == learning_rate(30, steps=61, peak=1e-2, warmup=0.1) / (
+        8 if times else 1
+    )
     told = [str(each.message) for each in recwarn if "has risen from 4" in str(each.message)]
     assert len(told) == times
     before = [step for step in (20, 30, 40, 50) if torch.equal(source.seen[step], source.seen[10])]

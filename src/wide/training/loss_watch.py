@@ -1,4 +1,4 @@
-"""Goes back to the routers of the lowest loss of late, when the loss has risen.
+"""Goes back to the routers of the lowest loss of late, when the loss has risen, and on at half the learning rate.
 
 Routers that lose a group that matters rarely win it back by themselves: the loss rises in some ten steps, and stays.
 """
@@ -37,6 +37,11 @@ class LossWatch:
         self.recent: list[float] = []
         self.times = 0
 
+    @property
+    def scale(self) -> float:
+        """What the learning rate is multiplied by: from the same routers, at the same rate, the loss rises again."""
+        return 0.5 ** min(self.times, _TIMES)
+
     def see(self, step: int, found: Mapping[str, float], parallel: DataParallel) -> None:
         """Take in what a step measured, and after each `EVERY` steps, judge their mean."""
         if found["sparsity.mean"] < _NEAR * found["sparsity.target"]:
@@ -54,7 +59,7 @@ class LossWatch:
 
     def _go_back(self, step: int, loss: float, lowest: Checkpoint, *, tells: bool) -> None:
         self.times += 1
-        advice = f"the routers go back to those of step {lowest.step}, and training goes on"
+        advice = f"the routers go back to those of step {lowest.step}, and on at half the learning rate"
         if self.times > _TIMES:
             advice = "it rarely falls as low again; try another seed"
         else:

@@ -217,10 +217,12 @@ class Trainer:
 
     def _schedule(self, step: int) -> dict[str, float]:
         stage = self._stage
+        scale = 1.0 if self._watch is None else self._watch.scale
         heat = temperature(step, steps=stage.steps, start=stage.temperature_start, end=stage.temperature_end)
         return {
             "temperature": heat if self._options.anneal else stage.temperature_end,
-            "learning_rate": learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
+            "learning_rate": scale
+            * learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
             "sparsity.target": self._objective.config.sparsity,
         }
 
