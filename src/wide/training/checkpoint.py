@@ -23,7 +23,6 @@ from wide.models.lora import copy_strictly
 from wide.writing import whole_folder
 
 _PARAMETERS, _OPTIMIZER, _MANIFEST = "parameters.safetensors", "optimizer.safetensors", "checkpoint.json"
-_LOWEST = "lowest-"
 _NAME = re.compile(r"step-(\d{8,})")
 _FORMAT_VERSION = 1
 _KEPT = 2
@@ -34,7 +33,7 @@ class Checkpoint:
     """A checkpoint that was read and found whole.
 
     `seconds` is the wall time of training until then; `measured` holds fields of the outcome that a run with nothing
-    left to do cannot measure again; `optimizer` has moments, `<name>.<moment>`; `lowest` is where the loss was lowest.
+    left to do cannot measure again; `optimizer` has moments, `<name>.<moment>`.
     """
 
     step: int
@@ -42,7 +41,6 @@ class Checkpoint:
     measured: dict[str, Any]
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    lowest: "Checkpoint | None" = None
 
 
 def has_checkpoint(output: Path) -> bool:
@@ -75,22 +73,20 @@ class CheckpointFolder:
         *,
         seconds: float,
         measured: Mapping[str, Any],
-        lowest: Checkpoint | None = None,
     ) -> Path:
         """Write a checkpoint, delete those that are too old, and return the new one's folder.
 
         Raises TrainingError if it cannot be written (disk full); earlier checkpoints are intact.
         """
-        now = snapshot(step, parameters, optimizer, measured=measured)
-        files = {_PARAMETERS: save(now.parameters), _OPTIMIZER: save(now.optimizer)}
-        if lowest is not None:
-            files |= {_LOWEST + _PARAMETERS: save(lowest.parameters), _LOWEST + _OPTIMIZER: save(lowest.optimizer)}
+        files = {
+            _PARAMETERS: save({name: p.detach().cpu().contiguous() for name, p in parameters.items()}),
+            _OPTIMIZER: save(_moments(parameters, optimizer)),
+        }
         manifest = {
             "format_version": _FORMAT_VERSION,
             "step": step,
             "seconds": seconds,
-            "measured": now.measured,
-            "lowest": lowest and {"step": lowest.step, "measured": lowest.measured},
+            "measured": dict(measured),
             "fingerprint": self._fingerprint,
             "files": {
                 name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -139,7 +135,7 @@ class CheckpointFolder:
     def _read(self, folder: Path) -> Checkpoint | None:
         try:
             manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-            contents = {name: (folder / name).read_bytes() for name in manifest["files"]}
+            contents = {name: (folder / name).read_bytes() for name in (_PARAMETERS, _OPTIMIZER)}
             whole = all(
                 hashlib.sha256(content).hexdigest() == manifest["files"][name]["sha256"]
                 for name, content in contents.items()
@@ -149,11 +145,6 @@ class CheckpointFolder:
             fingerprint, step, seconds = manifest["fingerprint"], int(manifest["step"]), float(manifest["seconds"])
             measured = dict(manifest.get("measured", {}))
             tensors = {name: load(content) for name, content in contents.items()}
-            parameters, moments = tensors[_PARAMETERS], tensors[_OPTIMIZER]
-            lowest = None
-            if known := manifest.get("lowest"):
-                earlier = tensors[_LOWEST + _PARAMETERS], tensors[_LOWEST + _OPTIMIZER]
-                lowest = Checkpoint(seconds=0.0, parameters=earlier[0], optimizer=earlier[1], **known)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
         if fingerprint != self._fingerprint:
@@ -162,30 +153,9 @@ class CheckpointFolder:
             step=step,
             seconds=seconds,
             measured=measured,
-            parameters=parameters,
-            optimizer=moments,
-            lowest=lowest,
+            parameters=tensors[_PARAMETERS],
+            optimizer=tensors[_OPTIMIZER],
         )
-
-
-def snapshot(
-    step: int, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, measured: Mapping[str, Any]
-) -> Checkpoint:
-    """Return copies of parameters and of the optimiser's moments on the CPU."""
-    tensors = {name: parameter.detach() for name, parameter in parameters.items()}
-    moments = {
-        f"{name}.{key}": value.detach()
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    copies = [
-        {
-            name: torch.empty_like(each, device="cpu", memory_format=torch.contiguous_format).copy_(each)
-            for name, each in group.items()
-        }
-        for group in (tensors, moments)
-    ]
-    return Checkpoint(step=step, seconds=0.0, measured=dict(measured), parameters=copies[0], optimizer=copies[1])
 
 
 def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -198,9 +168,16 @@ def restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], opti
         fused = bool(optimizer.param_groups[0].get("fused"))
         if moments:
             optimizer.state[parameter] = {
-                key: value.to(parameter.device if fused or key != "step" else value.device, copy=True)
-                for key, value in moments.items()
+                key: value.to(parameter.device) if fused or key != "step" else value for key, value in moments.items()
             }
+
+
+def _moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": value.detach().cpu().contiguous()
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def _delete(folder: Path) -> None:

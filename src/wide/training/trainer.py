@@ -10,6 +10,8 @@ import math
 import signal
 import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,13 +27,16 @@ from wide.models.attach import attachment
 from wide.models.observe import own_randomness
 from wide.models.pretrained import device_name
 from wide.training.checkpoint import CheckpointFolder, restore
-from wide.training.loss_watch import EVERY, LossWatch
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import ProgressLog, StageOptions
 from wide.training.token_loss import num_targets
 
+# Looking at losses makes the host wait for the device.
+_LOOK_EVERY = 10
+# Means of ten losses so many nats above the lowest so far are more than noise, where so much of the target is skipped.
+_MUCH_HIGHER, _NEAR = 0.5, 0.9
 # Names in records of what the objective measures; rates are averaged over a step's micro-batches, losses are
 # contributions to the step already.
 _LOSSES = ("loss", "lm_loss", "distillation")
@@ -105,9 +110,7 @@ class Trainer:
         self._scalar = torch.empty((), device=self._device) if stage.compile else None
         self._tokens_per_step = 0
         self._timer = _Timer()
-        # LoRA has gone wrong in no run, and is large.
-        watches = options.train_routers and attachment(model).lora is None
-        self._watch = LossWatch(options.title, self._parameters, self._optimizer) if watches else None
+        self._lowest, self._recent = math.inf, deque[float](maxlen=_LOOK_EVERY)
 
     def train(self) -> Outcome:
         """Run all steps that are left and return what the run was like.
@@ -170,15 +173,7 @@ class Trainer:
             return 0
         restore(found, self._parameters, self._optimizer)
         self._timer.seconds_before = found.seconds
-        measured = dict(found.measured)
-        watched = measured.pop("watched", None)
-        if self._watch is not None and watched is not None:
-            self._watch.recent, self._watch.times, self._watch.lowest = (
-                watched["recent"],
-                watched["times"],
-                found.lowest,
-            )
-        self._measured |= measured
+        self._measured |= found.measured
         return found.step
 
     def _step(self, step: int) -> None:
@@ -217,12 +212,10 @@ class Trainer:
 
     def _schedule(self, step: int) -> dict[str, float]:
         stage = self._stage
-        scale = 1.0 if self._watch is None else self._watch.scale
         heat = temperature(step, steps=stage.steps, start=stage.temperature_start, end=stage.temperature_end)
         return {
             "temperature": heat if self._options.anneal else stage.temperature_end,
-            "learning_rate": scale
-            * learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
+            "learning_rate": learning_rate(step, steps=stage.steps, peak=stage.learning_rate, warmup=stage.warmup),
             "sparsity.target": self._objective.config.sparsity,
         }
 
@@ -231,8 +224,7 @@ class Trainer:
         is_last = done == self._stage.steps
         every = self._stage.checkpoint_every
         due = is_last or (every > 0 and done % every == 0)
-        # Looking at losses makes the host wait for the device.
-        look = due or done % EVERY == 0
+        look = due or done % _LOOK_EVERY == 0
         stop = not is_last and self._parallel.any(requested.is_set())
         if look or stop:
             log.add(self._look())
@@ -258,10 +250,26 @@ class Trainer:
             "last": {name: sum(point[name] for _, point in points) / len(points) for name in names},
         }
         self._unread.clear()
-        if self._watch is not None:
-            for step, found in points:
-                self._watch.see(step, found, self._parallel)
+        for point in points:
+            self._compare(*point)
         return points
+
+    def _compare(self, step: int, found: dict[str, float]) -> None:
+        """Warn, once, of a loss that has risen at the target: routers that lost a group that matters rarely recover."""
+        if found["sparsity.mean"] < _NEAR * found["sparsity.target"]:
+            self._recent.clear()
+        self._recent.append(found["lm_loss"])
+        if len(self._recent) < _LOOK_EVERY or not self._parallel.is_first:
+            return
+        loss = sum(self._recent) / _LOOK_EVERY
+        if loss > self._lowest + _MUCH_HIGHER:
+            warnings.warn(
+                f"{self._options.title}, step {step}: the loss has risen from {self._lowest:.2f} to {loss:.2f}, and "
+                f"rarely falls as low again; try another seed (now {self._stage.seed})",
+                stacklevel=2,
+            )
+            self._lowest = math.nan  # Stays so: nothing is higher.
+        self._lowest = min(self._lowest, loss)
 
     def _not_finite(self, step: int, row: list[float]) -> str:
         kept = "no checkpoints are kept without an output folder"
@@ -280,14 +288,8 @@ class Trainer:
         failed: TrainingError | None = None
         if self._parallel.is_first:
             try:
-                measured, lowest = self._measured, None
-                if watch := self._watch:
-                    measured, lowest = (
-                        measured | {"watched": {"recent": watch.recent, "times": watch.times}},
-                        watch.lowest,
-                    )
-                where = self._parameters, self._optimizer
-                self._checkpoints.write(done, *where, seconds=self._timer.seconds, measured=measured, lowest=lowest)
+                seconds, measured = self._timer.seconds, self._measured
+                self._checkpoints.write(done, self._parameters, self._optimizer, seconds=seconds, measured=measured)
             except TrainingError as error:
                 failed = error
         # The first process alone writes, and all stop with it.
