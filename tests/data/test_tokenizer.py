@@ -110,3 +110,24 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(tmp_path, monkeypa
     (tmp_path / "models--nobody--nothing").mkdir()
     assert local_names.missing_folder("nobody/nothing", cache=tmp_path) is None
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_gguf_file_whose_words_are_not_found_in_text_is_refused(right, tmp_path, monkeypatch):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = ["<unk>", "▁a", "▁lantern", "▁harbour", "▁keeper"]
+    inner = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    # As transformers 5.17 does with Gemma's: the words are there, and texts are split in other places.
+    parts = [pre_tokenizers.Metaspace()] + [pre_tokenizers.Split(Regex(".."), "isolated")] * (not right)
+    inner.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
+    monkeypatch.setattr(local_names, "find_spec", lambda name: True)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    if right:
+        assert load_tokenizer(tmp_path / "a.gguf") is made
+        return
+    with pytest.raises(DataError, match=r"'▁harbour' is one of its tokens.*newer transformers"):
+        load_tokenizer(tmp_path / "a.gguf")

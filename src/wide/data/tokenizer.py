@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a hub name, folder, GGUF file or live model, without remote code.
 
-    A live model's configuration says where it came from. Raises DataError if there is no tokenizer, or the name is a
-    path to nothing, of which no hub is asked.
+    A live model's configuration says where it came from. Raises DataError if there is no tokenizer, the name is a path
+    to nothing, of which no hub is asked, or transformers reads a GGUF file's tokenizer wrongly.
     """
     from transformers import AutoTokenizer
 
@@ -27,8 +27,7 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     if is_live and not name:
         raise DataError("the model does not say which name or folder it was loaded from; pass tokenizer=")
     # A live model has been loaded already, from wherever its name stood for then, and a folder needs no model in it.
-    wrong = None if is_live or Path(name).exists() else missing_folder(name)
-    if wrong is not None:
+    if not is_live and not Path(name).exists() and (wrong := missing_folder(name)) is not None:
         raise DataError(wrong)
     place, options = as_transformers_takes(name)
     try:
@@ -42,7 +41,21 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
         raise DataError(
             f"no tokenizer can be loaded from {name!r}: {reason}{nowhere}; {cure} (in Python, pass tokenizer=)"
         ) from error
+    if options and (word := _not_found(tokenizer)):
+        raise DataError(
+            f"this transformers reads the tokenizer of {name!r} wrongly: {word!r} is one of its tokens, and texts with "
+            "that word do not get it; install a newer transformers (5.17 reads Gemma's wrongly, 5.18 does not)"
+        )
     return tokenizer
+
+
+def _not_found(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return a word that is a token, and is not found in text; None if most of a sample of them are."""
+    tokens = (token for token in tokenizer.get_vocab() if token[:1] in "\u2581\u0120" and len(token) > 5)
+    words = sorted(token for token in tokens if token[1:].isascii() and token[1:].isalpha())
+    sample = words[:: len(words) // 50 + 1]
+    lost = [w for w in sample if w not in tokenizer.convert_ids_to_tokens(tokenizer(f"a {w[1:]}")["input_ids"])]
+    return lost[0] if 2 * len(lost) > len(sample) else None
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

@@ -106,7 +106,8 @@ class BlockGates:
         with ExitStack() as stack:
             for number in np.flatnonzero(~keep):
                 _, part = self.specs[number // 2].sublayers()[number % 2]
-                stack.enter_context(standing_in(part.module, torch.zeros_like if number % 2 else _no_attention))
+                nothing = lambda *args, **kwargs: (torch.zeros_like(input_of(args, kwargs)), None)  # noqa: E731
+                stack.enter_context(standing_in(part.module, torch.zeros_like if number % 2 else nothing))
             yield
 
     def dense_nll(self) -> float:
@@ -151,10 +152,6 @@ class BlockGates:
                 hook = functools.partial(prefix.note, spec.index)
                 stack.callback(spec.layer.register_forward_hook(hook).remove)
             yield
-
-
-def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return torch.zeros_like(input_of(args, kwargs)), None
 
 
 def undefined_as_worst(nlls: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

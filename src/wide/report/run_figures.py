@@ -36,8 +36,10 @@ def _training(run: Selection) -> list[Row]:
     offset = 0
     for stage in _STAGES:
         losses = run.by_step(stage, "training.lm_loss")
+        targets, measured = (run.by_step(stage, f"training.sparsity.{name}") for name in ("target", "mean"))
         for metric, (panel, name) in _COURSE.items():
-            if metric in ("sparsity.mean", "sparsity.target") and not _is_steered(run, stage):
+            # LoRA on a static plan has no target.
+            if metric in ("sparsity.mean", "sparsity.target") and not (targets and targets[-1][1] and measured):
                 continue
             scale = 100.0 if metric.startswith("sparsity") else 1.0
             rows += [
@@ -46,12 +48,6 @@ def _training(run: Selection) -> list[Row]:
             ]
         offset += losses[-1][0] + 1 if losses else 0
     return rows
-
-
-def _is_steered(run: Selection, stage: str) -> bool:
-    """Return whether a stage had a target, and what it counts was recorded; LoRA on a static plan has none."""
-    targets = run.by_step(stage, "training.sparsity.target")
-    return bool(targets and targets[-1][1] > 0.0 and run.by_step(stage, "training.sparsity.mean"))
 
 
 def _routed(run: Selection, name: str) -> Iterator[tuple[str, int, Any]]:

@@ -153,14 +153,10 @@ class Objective:
         """Return the tokens that each routed sublayer executes, by the group, `[sublayers]` float32, with gradient."""
         if not self._routers:
             return torch.zeros(0, device=valid.device)
+        masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
         # One product over all groups of all layers, instead of a handful of kernels for each sublayer.
         with _counting(valid):
-            return self._groups @ (valid.flatten().float() @ self._masks(routing))
-
-    def _masks(self, routing: Routing) -> Tensor:
-        """Return the masks of all routed sublayers side by side, `[B * T, sum of N_G]` float32, with gradient."""
-        masks = [getattr(routing[router.layer_index], router.half_layer) for router in self._routers]
-        return torch.cat(masks, dim=-1).flatten(0, 1).float()
+            return self._groups @ (valid.flatten().float() @ torch.cat(masks, dim=-1).flatten(0, 1).float())
 
     def _rates(self, skipped: Tensor, skipped_everywhere: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows' skip rates over all processes, with this process's part of the gradient."""
