@@ -219,6 +219,7 @@ _REAL_ROWS = {
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
     "Týr": ("half", "half", "tyr"),
     "Týr, LoRA at 1e-3 from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
+    "Týr, 1300 steps of LoRA at 1e-3": ("half", "tyr-longer", "tyr"),
     "BlockPruner": ("half", "half", "blockpruner"),
     "SliceGPT": ("half", "half", "slicegpt"),
     "Shortened, Taylor": ("half", "half", "shortened-taylor"),
@@ -432,7 +433,13 @@ _REGIMES = {
     ("token", 16384): "a token",
     **{("requests", size): f"{size} request{'s' * (size > 1)}" for size in (1, 8, 32, 64)},
 }
-_BESIDE = ("dense", "wide-fitted", "tyr", "shortened-taylor")
+# One sequence was timed on an H200, requests at once on an H100, with an earlier checkpoint.
+_BESIDE = {"H200": ("dense", "wide-fitted", "ddp", "tyr", "shortened-taylor")}
+_BESIDE["H100"] = ("dense", "wide-fitted", "tyr", "shortened-taylor")
+_FITTED_RUNS = {
+    "H200": {False: "stable", True: "stable-again"},
+    "H100": {False: "half-fitted", True: "half-fitted-lora"},
+}
 _TRAINED = "the same with LoRA, trained routers"
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
@@ -440,9 +447,10 @@ Regime = tuple[str, int]
 
 
 @cache
-def speeds() -> tuple[dict[Regime, dict[str, float]], dict[Regime, float]]:
+def speeds(card: str) -> tuple[dict[Regime, dict[str, float]], dict[Regime, float]]:
     """Return what rows with drawn weights took, ms or tokens/s by method, and the trained checkpoint's speed-ups."""
-    drawn, *trained = _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz")
+    lines = _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz")
+    drawn, *trained = (line for line in lines if card in line["device"])
     found: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
     for record in drawn["records"]:
         found[record["what"], record["size"]][record["row"]] = record["value"]
@@ -455,49 +463,54 @@ def speeds() -> tuple[dict[Regime, dict[str, float]], dict[Regime, float]]:
     return found, ratios
 
 
+def _card(regime: Regime) -> str:
+    return "H100" if regime[0] == "requests" else "H200"
+
+
 def _lines(file: Path) -> list[dict[str, Any]]:
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
-def _rated(method: str, *, lora: bool = False) -> tuple[Selection, Any]:
+def _rated(method: str, card: str, *, lora: bool = False) -> tuple[Selection, Any]:
     """Return the records of a row of the larger public model, and its stage."""
-    run = next(run for run, name, recovered in _LARGER_ROWS.values() if (name, recovered) == (method, lora))
+    run = _FITTED_RUNS[card][lora] if method == "wide-fitted" else "half"
     stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=lora)
     return study("qwen2.5-coder-1.5b")[run], stage
 
 
 def _faster(regime: Regime, method: str) -> float:
-    timed = speeds()[0][regime]
+    timed = speeds(_card(regime))[0][regime]
     ratio = timed[method] / timed["dense"]
     return ratio if regime[0] == "requests" else 1 / ratio
 
 
 def beside() -> Table:
     """Return quality beside speed of the larger public model's rows: the dense one's times, and speed-ups over it."""
-    timed, trained = speeds()
+    regimes = [regime for regime in _REGIMES if _card(regime) == "H200"]
+    timed, trained = speeds("H200")
     rows = []
-    for method in _BESIDE:
-        dense = [timed[regime]["dense"] for regime in _REGIMES]
-        cells = [f"{value:,.0f} tokens/s" if value > 200 else f"{value:.3g} ms" for value in dense]
-        if method != "dense":
-            cells = [f"{_faster(regime, method):.2f}x" for regime in _REGIMES]
-        rows.append((_METHODS[method], *_scores(*_rated(method)), *cells))
+    for method in _BESIDE["H200"]:
+        cells = [f"{_faster(regime, method):.2f}x" for regime in regimes]
+        if method == "dense":
+            cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
+        rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
         if method == "wide-fitted":
-            cells = [f"{trained[regime]:.2f}x" for regime in _REGIMES]
-            rows.append((_TRAINED, *_scores(*_rated(method, lora=True)), *cells))
-    return Table(header=("", "word perplexity", "accuracy, %", *_REGIMES.values()), rows=tuple(rows))
+            cells = [f"{trained[regime]:.2f}x" for regime in regimes]
+            rows.append((_TRAINED, *_scores(*_rated(method, "H200", lora=True)), *cells))
+    return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
 
 
 def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
     """Return accuracy and perplexity of each row by how much faster than the dense model it is in these regimes."""
-    rows, trained = [], speeds()[1]
+    rows = []
     for metric, name, scale in (("accuracy.average", "accuracy, %", 100), ("word_perplexity", "perplexity", 1)):
         for regime, title in regimes.items():
-            places = [(method, False, _METHODS[method], _faster(regime, method)) for method in _BESIDE]
-            places.insert(2, ("wide-fitted", True, _TRAINED, trained[regime]))
+            card = _card(regime)
+            places = [(method, False, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
+            places.insert(2, ("wide-fitted", True, _TRAINED, speeds(card)[1][regime]))
             for method, lora, row, speed in places:
-                records, stage = _rated(method, lora=lora)
+                records, stage = _rated(method, card, lora=lora)
                 height = scale * (records.number(stage, metric) or math.nan)
                 drawn = {"panel": f"{name}: {title}", "row": row.replace("`", "")}
                 rows.append(drawn | {"speed-up": speed, "height": height})
