@@ -440,6 +440,7 @@ _FITTED_RUNS = {
     "H200": {False: "stable", True: "stable-again"},
     "H100": {False: "half-fitted", True: "half-fitted-lora"},
 }
+_FITTED, _SECOND = "`fitted-50`, β2 = 0.95", "the same, second LoRA of 700 steps, trained routers"
 _TRAINED = "the same with LoRA, trained routers"
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
@@ -450,7 +451,9 @@ Regime = tuple[str, int]
 def speeds(card: str) -> tuple[dict[Regime, dict[str, float]], dict[Regime, float]]:
     """Return what rows with drawn weights took, ms or tokens/s by method, and the trained checkpoint's speed-ups."""
     lines = _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz")
-    drawn, *trained = (line for line in lines if card in line["device"])
+    drawn, *trained = sorted(
+        (line for line in lines if card in line["device"]), key=lambda line: line["weights"] != "drawn"
+    )
     found: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
     for record in drawn["records"]:
         found[record["what"], record["size"]][record["row"]] = record["value"]
@@ -494,10 +497,11 @@ def beside() -> Table:
         cells = [f"{_faster(regime, method):.2f}x" for regime in regimes]
         if method == "dense":
             cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
-        rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
+        title = _FITTED if method == "wide-fitted" else _METHODS[method]
+        rows.append((title, *_scores(*_rated(method, "H200")), *cells))
         if method == "wide-fitted":
             cells = [f"{trained[regime]:.2f}x" for regime in regimes]
-            rows.append((_TRAINED, *_scores(*_rated(method, "H200", lora=True)), *cells))
+            rows.append((_SECOND, *_scores(*_rated(method, "H200", lora=True)), *cells))
     return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
 
 
@@ -507,8 +511,10 @@ def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
     for metric, name, scale in (("accuracy.average", "accuracy, %", 100), ("word_perplexity", "perplexity", 1)):
         for regime, title in regimes.items():
             card = _card(regime)
-            places = [(method, False, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
-            places.insert(2, ("wide-fitted", True, _TRAINED, speeds(card)[1][regime]))
+            names = _METHODS | ({"wide-fitted": _FITTED} if card == "H200" else {})
+            places = [(method, False, names[method], _faster(regime, method)) for method in _BESIDE[card]]
+            title = _SECOND if card == "H200" else _TRAINED
+            places.insert(2, ("wide-fitted", True, title, speeds(card)[1][regime]))
             for method, lora, row, speed in places:
                 records, stage = _rated(method, card, lora=lora)
                 height = scale * (records.number(stage, metric) or math.nan)

@@ -20,7 +20,7 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
     A live model's configuration says where it came from. Raises DataError if there is no tokenizer, the name is a path
     to nothing, of which no hub is asked, or transformers reads a GGUF file's tokenizer wrongly.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, __version__
 
     is_live = not isinstance(model, str | Path)
     name = str(getattr(getattr(model, "config", None), "_name_or_path", "") if is_live else model)
@@ -43,19 +43,19 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
         ) from error
     if options and (word := _not_found(tokenizer)):
         raise DataError(
-            f"this transformers reads the tokenizer of {name!r} wrongly: {word!r} is one of its tokens, and texts with "
-            "that word do not get it; install a newer transformers (5.17 reads Gemma's wrongly, 5.18 does not)"
+            f"transformers {__version__} reads the tokenizer of {name!r} wrongly: {word!r} is a token, and texts with "
+            "that word do not get it; take another version, 5.18 or later for Gemma (in Python, or pass tokenizer=)"
         )
     return tokenizer
 
 
 def _not_found(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return a word that is a token, and is not found in text; None if most of a sample of them are."""
+    """Return a word that is a token, and is not found in text; None if most of a sample are, or words are few."""
     tokens = (token for token in tokenizer.get_vocab() if token[:1] in "\u2581\u0120" and len(token) > 5)
     words = sorted(token for token in tokens if token[1:].isascii() and token[1:].isalpha())
     sample = words[:: len(words) // 50 + 1]
     lost = [w for w in sample if w not in tokenizer.convert_ids_to_tokens(tokenizer(f"a {w[1:]}")["input_ids"])]
-    return lost[0] if 2 * len(lost) > len(sample) else None
+    return lost[0] if 2 * len(lost) > len(sample) >= 10 else None
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
