@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,8 @@ def write_whole(path: Path, text: str) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield where to write a file, and put it in its place, in a folder that is made, when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Processes that write the same file at the same time must not share the unfinished one.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
+    # Threads and processes, also of other machines, that write the same file must not share the unfinished one.
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_SUFFIX}")
     try:
         yield unfinished
         unfinished.replace(path)

@@ -5,8 +5,6 @@ import functools
 import importlib.metadata
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels.device import device_facts
 from wide.kernels.native.build import cache_folder
+from wide.writing import write_whole
 
 # Sizes that a choice decides, so that they name no shape.
 _CHOSEN = ("block_m", "groups_per_block")
@@ -160,12 +159,8 @@ class TuningTable:
         """Keep choices by key, in memory and on disk; readers see the old file or the new one, never a part."""
         # Read again: another process may have added entries since.
         self._choices = {**_read_choices(self.path), **self._choices, **choices}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({k: dataclasses.asdict(c) for k, c in sorted(self._choices.items())}, indent=1)
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        Path(name).replace(self.path)
+        entries = {key: dataclasses.asdict(choice) for key, choice in sorted(self._choices.items())}
+        write_whole(self.path, json.dumps(entries, indent=1))
 
 
 def _read_choices(path: Path) -> dict[str, Choice]:

@@ -4,12 +4,12 @@ import contextlib
 import functools
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from wide.errors import UnsupportedBackendError
+from wide.writing import replacing
 
 HOPPER = Path(__file__).with_name("hopper.cuh")
 """What the kernels for sm_90a share."""
@@ -94,8 +94,10 @@ def cubin(
     with contextlib.suppress(OSError):
         return kept.read_bytes()
     code = _compile(text, source.name, options)
-    with contextlib.suppress(OSError):
-        _keep(code, kept)
+    with contextlib.suppress(OSError), replacing(kept) as unfinished:
+        unfinished.write_bytes(code)
+        # The folder may be shared.
+        unfinished.chmod(0o644)
     return code
 
 
@@ -103,20 +105,6 @@ def product_code(source: Path, variant: Mapping[str, int], folder: Path) -> byte
     """Return `cubin` of a product for Hopper; `variant` is compiled in, by the names of the source's macros."""
     macros = {**variant, "SHARED_BYTES": PRODUCT_BYTES}
     return cubin(source, folder, architecture="sm_90a", macros=macros, header=HOPPER)
-
-
-def _keep(code: bytes, path: Path) -> None:
-    """Write aside and rename: another process may compile the same, and a crash leaves no half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        # The folder may be shared.
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def _compile(text: bytes, name: str, options: list[str]) -> bytes:
