@@ -20,13 +20,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from wide.errors import EvaluationError
-from wide.evaluation.inference import model_device, watching
+from wide.evaluation.inference import watching
 from wide.evaluation.likelihood import log_likelihoods
 from wide.evaluation.perplexity import exp_or_infinity
 from wide.evaluation.tasks import ELSEWHERE, PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
 from wide.models.attach import is_attached
 from wide.models.cost import SkipCounter, Sparsity
-from wide.models.observe import judging, own_randomness
+from wide.models.observe import judging, model_device, own_randomness
 from wide.standard_error import perplexity_stderr
 
 
@@ -235,17 +235,15 @@ def _likelihoods(
 
 @contextmanager
 def _without_waste(lm_eval: Any) -> Iterator[None]:
-    """Keep the harness from what takes it minutes and serves nobody here; scores are the same.
-
-    It compiles its templates anew for every item, lists the installed packages after every task, and asks git for the
-    commit of the folder that it runs in, which outside of a repository ends on the terminal as a fatal error.
-    """
+    """Keep the harness from what takes it minutes and serves nobody here; scores are the same."""
     from lm_eval.utils import env
 
     evaluator = lm_eval.evaluator
     describe, find_commit = evaluator.add_env_info, evaluator.get_git_commit_hash
+    # It compiles templates anew for every item, and lists the installed packages after every task.
     env.from_string = cache(env.from_string)
     evaluator.add_env_info = lambda storage: None
+    # Outside of a repository, git's answer ends on the terminal as a fatal error.
     evaluator.get_git_commit_hash = lambda: None
     try:
         yield

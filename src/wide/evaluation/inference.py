@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from wide.errors import EvaluationError
@@ -34,11 +33,6 @@ def has_merged_lora(model: nn.Module) -> bool:
         return False
     state = attachment(model)
     return "recover" in state.provenance if state.lora is None else bool(state.lora.merged)
-
-
-def model_device(model: nn.Module) -> torch.device:
-    """Return where the model's inputs belong."""
-    return next(model.parameters()).device
 
 
 def watching(counter: SkipCounter | None) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from wide.data.progress import progress
 from wide.errors import EvaluationError
-from wide.evaluation.inference import model_device
+from wide.models.observe import model_device
 
 # A forward holds `batch_size` rows, and more of them while they are short: up to so many tokens for each.
 _TOKENS_PER_ROW = 256

@@ -19,9 +19,9 @@ from wide.data.documents import Document
 from wide.data.progress import progress
 from wide.data.tokenizer import block_start, check_vocabulary, require_characters
 from wide.errors import EvaluationError
-from wide.evaluation.inference import model_device, watching
+from wide.evaluation.inference import watching
 from wide.models.cost import SkipCounter
-from wide.models.observe import judging
+from wide.models.observe import judging, model_device
 from wide.standard_error import ratio_stderr
 
 # Rows of logits that are turned to float32 at a time: 512 MiB for a vocabulary of 128k.

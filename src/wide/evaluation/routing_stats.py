@@ -16,10 +16,10 @@ from wide.data.batches import TokenBatch, TokenBlocks, blocks_of_texts, load_blo
 from wide.data.progress import progress
 from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input
 from wide.errors import DataError, EvaluationError
-from wide.evaluation.inference import HALVES, masks_of, model_device
+from wide.evaluation.inference import HALVES, masks_of
 from wide.models.attach import attachment
 from wide.models.cost import SkipCounter, Sparsity
-from wide.models.observe import judging, observe
+from wide.models.observe import judging, model_device, observe
 from wide.models.router import EXECUTE, SKIP, Router
 from wide.records import Record
 from wide.routing import Routing

@@ -11,14 +11,13 @@ from torch import nn
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.batches import TokenBlocks
 from wide.errors import NotAttachedError
-from wide.evaluation.inference import model_device
 from wide.methods.catalogue import Method
 from wide.methods.method import Decision, Target, dense_plan
 from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import SkipCounter, Sparsity, static_sparsity
 from wide.models.discovery import discover
-from wide.models.observe import forward_without_head, judging, now, own_randomness
+from wide.models.observe import forward_without_head, judging, model_device, now, own_randomness
 from wide.models.sharding import require_unsharded
 
 PROVENANCE = "method"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from wide.data.progress import progress
 from wide.errors import EvaluationError, NotAttachedError
-from wide.evaluation.inference import model_device
 from wide.evaluation.perplexity import window_losses
 from wide.methods.calibration import num_predicted
 from wide.methods.method import Effort
@@ -27,7 +26,7 @@ from wide.models.attach import is_attached
 from wide.models.block_spec import BlockSpec, feed_forward, standing_in
 from wide.models.discovery import discover
 from wide.models.gates import input_of
-from wide.models.observe import judging
+from wide.models.observe import judging, model_device
 from wide.plan import Dense, Half, LayerPlan, Plan, Skipped
 
 KeptSets = npt.NDArray[np.bool_]

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBlocks
 from wide.data.progress import progress
 from wide.errors import ConfigError, EvaluationError, UnsupportedModelError
-from wide.evaluation.inference import model_device
 from wide.methods.block_gates import BlockGates, both_halves, plan_without, undefined_as_worst, whole_layers
 from wide.methods.calibration import calibration_windows, json_number, num_predicted
 from wide.methods.catalogue import ShortenedConfig
 from wide.methods.method import Decision, Target
 from wide.models.block_spec import BlockSpec
-from wide.models.observe import judging
+from wide.models.observe import judging, model_device
 from wide.training.token_loss import token_losses
 
 Scores = npt.NDArray[np.float64]

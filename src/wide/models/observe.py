@@ -44,6 +44,11 @@ def own_randomness(device: torch.device) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+def model_device(model: nn.Module) -> torch.device:
+    """Return where the model's inputs belong."""
+    return next(model.parameters()).device
+
+
 def now(device: torch.device) -> float:
     """Return the time in seconds, once a device has done what it was given."""
     if device.type == "cuda":

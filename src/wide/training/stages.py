@@ -15,7 +15,7 @@ from wide.models.adapter import save
 from wide.models.attach import attachment, detach, is_attached, plan_for
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
-from wide.models.observe import own_randomness
+from wide.models.observe import model_device, own_randomness
 from wide.models.plan_check import check_plan
 from wide.models.pretrained import device_name, load_pretrained
 from wide.models.sharding import is_sharded
@@ -100,14 +100,14 @@ def prune(
         plan = _checked_plan(config, model)
     if not plan.is_routed:
         raise ConfigError("this plan has no router to train; attach it (wide.attach), and train LoRA with wide.recover")
-    parallel = DataParallel.from_environment(_device(model))
+    parallel = DataParallel.from_environment(model_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
     options = StageOptions(title="stage 1", output=folder, resume=resume, tensorboard=tensorboard, tracker=tracker)
     came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
     try:
         if came_bare:
-            with own_randomness(_device(model)):
+            with own_randomness(model_device(model)):
                 torch.manual_seed(stage.seed)
                 start = attach_started(model, plan, config, source, objective, stage, parallel, folder, resume=resume)
         settings = start_settings(config)
@@ -171,15 +171,19 @@ def recover(
         # Frozen routers have no gradient to steer them; the rates are still measured.
         objective = dataclasses.replace(objective, weight=0.0)
     folder = _free_folder(output, resume)
-    parallel = DataParallel.from_environment(_device(model))
+    parallel = DataParallel.from_environment(model_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
-    if state.lora is not None:
-        _check_lora(state.lora.config, stage)
-    else:
-        with own_randomness(_device(model)):
+    if state.lora is None:
+        with own_randomness(model_device(model)):
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
+    elif (state.lora.config["r"], state.lora.config["lora_alpha"]) != (stage.lora_rank, stage.lora_alpha):
+        raise ConfigError(
+            f"this model has LoRA of rank {state.lora.config['r']} and alpha {state.lora.config['lora_alpha']:g} "
+            f"already, and lora_rank {stage.lora_rank}, lora_alpha {stage.lora_alpha:g} were asked for; ask for those "
+            "it has, or begin with the adapter of stage 1"
+        )
     options = StageOptions(
         title="stage 1+2" if state.plan.is_routed else "LoRA",
         output=folder,
@@ -289,15 +293,6 @@ def _objective_of_stage_1(provenance: dict[str, Any]) -> ObjectiveConfig:
         ) from error
 
 
-def _check_lora(found: dict[str, Any], stage: RecoverConfig) -> None:
-    if (found["r"], found["lora_alpha"]) != (stage.lora_rank, stage.lora_alpha):
-        raise ConfigError(
-            f"this model has LoRA of rank {found['r']} and alpha {found['lora_alpha']:g} already, and lora_rank "
-            f"{stage.lora_rank}, lora_alpha {stage.lora_alpha:g} were asked for; ask for those it has, or "
-            "begin with the adapter of stage 1"
-        )
-
-
 def _free_folder(output: str | Path | None, resume: bool) -> Path | None:
     if output is None:
         if resume:
@@ -319,7 +314,3 @@ def _loaded(model: Any) -> Any:
     local = os.environ.get("LOCAL_RANK")
     device = f"cuda:{local}" if local is not None and torch.cuda.is_available() else None
     return load_pretrained(str(model), device=device)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
