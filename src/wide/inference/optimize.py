@@ -144,7 +144,13 @@ def optimize(
     if weights == "w8a8":
         tables = [each.for_int8_rows() for each in tables]
     if table is None and state.plan.is_routed and device.type == "cuda" and obstacle(device, dtype) is None:
-        _warn_if_nothing_pays(tables)
+        some = (1, 2, 8, 64, 512, 2048, 4096, 16384)
+        if all(each.how(name, rows) == "dense" for each in tables for name in OPERATORS for rows in some):
+            warnings.warn(
+                "wide: at this model's shapes no operator that skips is faster than the dense one here, so all run "
+                "dense and the routers come on top: detach them, or take a larger model or sparsity",
+                stacklevel=2,
+            )
     state.engine = engine = Engine(model, state, tables, weights)
     if hasattr(model, "init_continuous_batching"):
         engine.batching = PagedBatching(model, engine.made_of)
@@ -248,13 +254,3 @@ def _tune_command(name: str, plan: Plan, executed: tuple[float, float], weights:
             return f"{command} --adapter ADAPTER {executing}"
         flags.append(f"--{half}_group_size {sizes.pop()}")
     return f"{command} {' '.join(flags)} {executing}"
-
-
-def _warn_if_nothing_pays(tables: Sequence[OperatorTable]) -> None:
-    sizes = (1, 2, 8, 64, 512, 2048, 4096, 16384)
-    if all(table.how(name, rows) == "dense" for table in tables for name in OPERATORS for rows in sizes):
-        warnings.warn(
-            "wide: at this model's shapes no operator that skips is faster than the dense one here, so all run dense "
-            "and the routers come on top: detach them, or take a larger model or sparsity",
-            stacklevel=3,
-        )

@@ -268,7 +268,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
         plan=_plan(specs, tensors),
         tensors=tensors,
         effort=effort,
-        notes=_notes(facts, exported),
+        notes={
+            kind: facts[kind]
+            | {"pruned": float((torch.cat(result.scales) == 0).float().mean()), "relu_zeros": result.relu_zeros}
+            for kind, result in exported.items()
+        },
         deviations=_deviations(facts, exported, course.goals),
     )
 
@@ -315,14 +319,6 @@ def _plan(specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> Plan:
         return Kept(grouping=grouping, kept=int(tensors[scale_name(spec.index, kind)].count_nonzero()))
 
     return plan_of(specs, kept)
-
-
-def _notes(facts: dict[str, Any], exported: Mapping[str, Exported]) -> dict[str, Any]:
-    return {
-        kind: facts[kind]
-        | {"pruned": float((torch.cat(result.scales) == 0).float().mean()), "relu_zeros": result.relu_zeros}
-        for kind, result in exported.items()
-    }
 
 
 def _deviations(facts: dict[str, Any], exported: Mapping[str, Exported], goals: Mapping[str, _Goal]) -> tuple[str, ...]:

@@ -5,8 +5,7 @@ masks, rotary embeddings); from then on layers are called alone. No family is kn
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -125,17 +124,14 @@ def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     return value
 
 
-class EditedWeights:
+class EditedWeights(AbstractContextManager["EditedWeights"]):
     """Replaces weights of linear modules in place; leaving the `with` block restores all of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._originals: dict[nn.Linear, Tensor] = {}
 
-    def __enter__(self) -> "EditedWeights":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
 
     def name(self, linear: nn.Linear) -> str:

@@ -38,7 +38,7 @@ from wide.models.pretrained import (
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl, Sampling
-from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream, basis_of
+from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream
 from wide.plan import (
     EMBEDDING_BASIS,
     Dense,
@@ -102,14 +102,11 @@ class Attachment:
     def static_parameters(self) -> dict[str, nn.Parameter]:
         """Return the scales and bases of the plan under the names of `Plan.tensor_shapes`."""
         found = {scale_name(gate.layer_index, gate.half_layer): gate.scale for gate in self.static_gates()}
-        if self.plan.stream is not None:
-            found[EMBEDDING_BASIS] = basis_of(self.specs[0].layer).basis
+        places = {EMBEDDING_BASIS: self.specs[0].layer}
         for spec in self.specs:
-            for sublayer, part in spec.sublayers():
-                basis = getattr(part.module, STREAM_NAME, None)
-                if isinstance(basis, StreamBasis):
-                    found[basis_name(spec.index, sublayer)] = basis.basis
-        return found
+            places |= {basis_name(spec.index, sublayer): part.module for sublayer, part in spec.sublayers()}
+        bases = {name: getattr(module, STREAM_NAME, None) for name, module in places.items()}
+        return found | {name: basis.basis for name, basis in bases.items() if isinstance(basis, StreamBasis)}
 
 
 def is_attached(model: nn.Module) -> bool:

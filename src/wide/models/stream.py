@@ -92,9 +92,3 @@ def attach_stream(
             basis = put(part.module, name, spec.layer)
             handles.append(part.pre_norm.register_forward_pre_hook(basis.remember, with_kwargs=True))
             handles.append(part.module.register_forward_hook(basis.project_output))
-
-
-def basis_of(module: nn.Module) -> StreamBasis:
-    """Return the basis that `attach_stream` put on a sublayer or on the first layer."""
-    basis: StreamBasis = getattr(module, STREAM_NAME)
-    return basis

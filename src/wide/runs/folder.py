@@ -5,9 +5,9 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
@@ -28,7 +28,7 @@ _NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "dry_run
 _NOT_SAVED |= {"parallel"}
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """The output folder of one run, locked from `claim` to the end of the block that it is the context of.
 
     The system gives the lock back when the process ends, by `kill -9` too. Raises UsageError if both are asked for;
@@ -66,9 +66,6 @@ class RunFolder:
                 self._hold()
                 self._held.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
@@ -88,8 +85,11 @@ class RunFolder:
             self._held.close()
             raise
         (self.path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-        if not self.resume:
-            self._remove_products()
+        for path in () if self.resume else (self.path / name for name in _PRODUCTS):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         save_config(self.path / CONFIG, self.config)
 
     def kept(self) -> str:
@@ -179,13 +179,6 @@ class RunFolder:
                 f"the run in {self.path} had other settings ({words}); continue it with --config {saved}, or start "
                 "anew with --overwrite or another --output"
             )
-
-    def _remove_products(self) -> None:
-        for path in (self.path / name for name in _PRODUCTS):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:

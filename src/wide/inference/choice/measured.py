@@ -83,20 +83,15 @@ def is_measured(
     executed: tuple[float, float] = (0.5, 0.5),
     tuning: TuningTable | None = None,
 ) -> bool:
-    """Return whether anything is known of shapes near those of any layer, on this kind of device."""
+    """Return whether any linear operator was measured near any layer's shapes on this kind of device, dense or not."""
     known = tuning or TuningTable()
-    return known.knows(device) and any(_knows(sizes, known, device, executed) for sizes in layers)
-
-
-def _knows(sizes: LayerSizes, known: TuningTable, device: torch.device, executed: tuple[float, float]) -> bool:
-    """Return whether any linear operator of a layer was measured, dense winning included."""
-    linear = [name for name in OPERATORS if name != "attention"]
-    # What prompts run carries over to every format.
-    counts = (_ROWS[0], _ROWS[-1]) if sizes.weights == "model" else _ROWS[:1]
-    return any(
+    return known.knows(device) and any(
         known.nearest(*operator_case(name, sizes, rows, _share(name, executed)), device, fewer_rows=rows > MAX_ROWS)
-        for name in linear
-        for rows in counts
+        for sizes in layers
+        for name in OPERATORS
+        if name != "attention"
+        # What prompts run carries over to every format.
+        for rows in ((_ROWS[0], _ROWS[-1]) if sizes.weights == "model" else _ROWS[:1])
     )
 
 
