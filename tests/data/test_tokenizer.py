@@ -131,3 +131,16 @@ def test_a_gguf_file_whose_words_are_not_found_in_text_is_refused(right, tmp_pat
         return
     with pytest.raises(DataError, match=r"'▁harboura' is a token.*5.18 or later"):
         load_tokenizer(tmp_path / "a.gguf")
+
+
+def test_prompts_of_a_gemma_from_a_gguf_file_begin_with_bos(tmp_path, monkeypatch):
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "<bos>": 1, "a": 2}, unk_token="<unk>"))
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<bos>")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
+    monkeypatch.setattr(local_names, "find_spec", lambda name: True)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    assert made("a")["input_ids"] == [2]
+    assert load_tokenizer(tmp_path / "a.gguf")("a")["input_ids"] == [1, 2]

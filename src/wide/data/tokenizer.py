@@ -46,6 +46,9 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
             f"transformers {__version__} reads the tokenizer of {name!r} wrongly: {word!r} is a token, and texts with "
             "that word do not get it; take another version, 5.18 or later for Gemma (in Python, or pass tokenizer=)"
         )
+    if options and block_start(tokenizer) is not None:
+        # Transformers before 5.24 leave the BOS of Gemma's GGUF files out, without which it reads prompts badly.
+        tokenizer.add_bos_token = True
     return tokenizer
 
 
