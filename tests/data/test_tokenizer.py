@@ -1,6 +1,7 @@
 import types
 
 import pytest
+import transformers
 from torch import nn
 
 from wide.data import local_names
@@ -133,14 +134,22 @@ def test_a_gguf_file_whose_words_are_not_found_in_text_is_refused(right, tmp_pat
         load_tokenizer(tmp_path / "a.gguf")
 
 
-def test_prompts_of_a_gemma_from_a_gguf_file_begin_with_bos(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "asked", "ids"), [("5.22.0", True, [1, 2]), ("5.22.0", False, [2]), ("5.24.0", True, [2])]
+)
+def test_older_transformers_are_told_of_the_bos_that_a_gguf_file_asks_for(version, asked, ids, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
     from tokenizers import Tokenizer, models
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.WordLevel({"<unk>": 0, "<bos>": 1, "a": 2}, unk_token="<unk>"))
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<bos>")
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
-    monkeypatch.setattr(local_names, "find_spec", lambda name: True)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    assert made("a")["input_ids"] == [2]
-    assert load_tokenizer(tmp_path / "a.gguf")("a")["input_ids"] == [1, 2]
+    file, inner = tmp_path / "a.gguf", Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2}, unk_token="<unk>"))
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
+    monkeypatch.setattr(transformers, "__version__", version)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_add_bos_token(asked)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # As newer ones make it, it stays.
+    assert load_tokenizer(file)("a")["input_ids"] == ids

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from wide.data.local_names import as_transformers_takes, missing_folder
 from wide.errors import ConfigError, DataError
 
@@ -46,9 +48,12 @@ def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase"
             f"transformers {__version__} reads the tokenizer of {name!r} wrongly: {word!r} is a token, and texts with "
             "that word do not get it; take another version, 5.18 or later for Gemma (in Python, or pass tokenizer=)"
         )
-    if options and block_start(tokenizer) is not None:
-        # Transformers before 5.24 leave the BOS of Gemma's GGUF files out, without which it reads prompts badly.
-        tokenizer.add_bos_token = True
+    if options and tokenizer.bos_token_id is not None and Version(__version__) < Version("5.24"):
+        # They leave the BOS out that a GGUF file asks for, without which Gemma reads prompts badly.
+        from gguf import GGUFReader
+
+        asked = GGUFReader(options["gguf_file"]).get_field("tokenizer.ggml.add_bos_token")
+        tokenizer.add_bos_token = asked is not None and bool(asked.contents())
     return tokenizer
 
 
