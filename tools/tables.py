@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ _WHOLE_LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
 _AGAIN = (*_WHOLE_LAYERS, "slicegpt", "dllm-original")
 _PARTS = {
     "all of it (`fitted-50`)": ("f50-fitted", "wide-fitted"),
-    "without fitted start and bias (`small`)": ("parts", "no-bias"),
+    "without fitted start and bias": ("parts", "no-bias"),
     "first temperature of 5": ("parts-hot", "no-low-temperature"),
     "clustered groups alone": ("parts-plain", "clustered-only"),
     "without the smooth term": ("parts-sharp", "no-smoothing"),
@@ -105,13 +105,13 @@ def quality() -> Table:
     return Table(header=("method", *titles), rows=tuple(rows))
 
 
-def real() -> Table:
-    """Return the scores of the public model at half of the work, without and with LoRA."""
+def real(model: str = "smollm2-135m") -> Table:
+    """Return the scores of a public model at half of the work, without and with LoRA."""
     lines = []
-    for title, (run, adapted_run, method) in _REAL_ROWS.items():
+    for title, (run, adapted_run, method) in _REAL_ROWS[model].items():
         target = 0.0 if method == "dense" else 0.5
         bare, adapted = (
-            (study("smollm2-135m")[name], Cell(method, target, 17).subject(recovered=lora))
+            (study(model)[name], Cell(method, target, 17).subject(recovered=lora))
             for name, lora in ((run, False), (adapted_run, True))
         )
         lines.append((title, _work(*bare), *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
@@ -209,11 +209,10 @@ def eight_bits() -> Table:
 
 _SIX_TASKS = ("arc_easy", "arc_challenge", "winogrande", "piqa", "openbookqa", "hellaswag (302-item subset)")
 # Title -> run of the scores without LoRA, run of those with it, and the method.
-_REAL_ROWS = {
+_SMALLER_ROWS = {
     "dense": ("half", "half", "dense"),
     "dense, LoRA at 1e-3": ("half", "dense-faster", "dense"),
     "WIDE, `fitted-50`, G = 128": ("half-fitted", "half-fitted", "wide-fitted"),
-    "the same, at 1e-3, half from the dense model": ("half-fitted", "fitted-both-faster", "wide-fitted"),
     "`fitted-50`, β2 = 0.95, LoRA at 1e-3": ("stable", "stable", "wide-fitted"),
     "the same, long LoRA": ("stable", "stable-longer", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
@@ -231,6 +230,14 @@ _REAL_ROWS = {
     "D-LLM": ("more", "more", "dllm"),
     "Shortened, perplexity": ("more", "more", "shortened-ppl"),
     "SkipGPT": ("more", "more", "skipgpt"),
+}
+_REAL_ROWS = {
+    "smollm2-135m": _SMALLER_ROWS,
+    "gemma3-270m": {
+        "dense": ("half", "half", "dense"),
+        "`fitted-50`": ("half", "half", "wide-fitted"),
+        "Týr": ("half", "half", "tyr"),
+    },
 }
 # Title -> runs of three seeds, the method, and whether with LoRA.
 _REAL_SEEDS = {
@@ -263,6 +270,7 @@ _REAL_OTHERS = {
 _LARGER_ROWS = {
     "dense": ("half", "dense", False),
     "dense, with LoRA": ("half-fitted-lora", "dense", True),
+    "dense, LoRA of 700 steps": ("dense-longer", "dense", True),
     "WIDE, `fitted-50`, G = 128": ("half-fitted", "wide-fitted", False),
     "the same, with LoRA": ("half-fitted-lora", "wide-fitted", True),
     "`fitted-50`, β2 = 0.95": ("stable", "wide-fitted", False),
@@ -569,7 +577,7 @@ def _of_languages(row: dict[str, Any], names: dict[str, str]) -> list[str]:
 
 
 # Other columns show what these would.
-_CARDS_LEFT_OUT = ("4 x 40", "4 x 141", "8 x 141")
+_CARDS_LEFT_OUT = ("4 x 40", "4 x 141", "8 x 80", "8 x 141")
 
 
 def sizes() -> Table:
@@ -596,6 +604,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-parts": parts,
     "quality-groups": groups,
     "quality-real": real,
+    "quality-real-family": partial(real, "gemma3-270m"),
     "quality-real-short": real_short,
     "quality-real-larger": real_larger,
     "quality-real-columns": real_columns,

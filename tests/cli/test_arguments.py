@@ -255,8 +255,8 @@ def test_a_file_describes_a_run_and_a_recipe_does_not(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("description: five steps\ntrain: {steps: 5}\n")
     assert parse("--config", str(file))["description"] == "five steps"
-    assert parse("--config", "small")["description"] == ""
-    assert parse("--config", "small", "--description", "mine")["description"] == "mine"
+    assert parse("--config", "fitted-50")["description"] == ""
+    assert parse("--config", "fitted-50", "--description", "mine")["description"] == "mine"
 
 
 def test_resolved_configuration_gives_the_same_run_again(tmp_path):
@@ -295,13 +295,6 @@ def test_group_sizes_are_swept_as_in_the_paper():
     assert set(sizes.values()) == {(16 << n, 512) for n in range(6)} | {(32, 128 << n) for n in range(6)}
     assert all(name == f"f{ffn}-a{attention}" for name, (ffn, attention) in sizes.items())
     assert sorted(settings["methods"].split(",")) == sorted(sizes)
-
-
-def test_the_beginners_recipe_is_the_fitted_one_without_its_start_and_bias():
-    fitted, simpler = (yaml.safe_load(recipe_path(name).read_text()) for name in ("fitted-50", "small"))
-    assert (fitted.pop("router_start"), fitted.pop("router_bias")) == ("fitted", True)
-    assert simpler.pop("description") != fitted.pop("description")
-    assert simpler == fitted
 
 
 def test_unknown_recipe_is_refused_with_the_nearest():

@@ -1,5 +1,6 @@
 """What stage 1 begins with: groups of channels that act together, and routers that skip what matters least."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -14,13 +15,16 @@ from wide.config import ObjectiveConfig, WideConfig
 from wide.errors import ConfigError, TrainingError
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.observe import force_routing, observe
 from wide.models.thresholds import calibrate_thresholds, measure_sparsity, set_sparsity
+from wide.routing import LayerRouting
 from wide.training import channel_groups, router_fit
 from wide.training.activations import in_passes
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
-from wide.training.router_fit import fit_routers, fitted_margins, group_energy
+from wide.training.router_fit import crucial_groups, fit_routers, fitted_margins, group_energy
 from wide.training.stages import prune
 from wide.training.text_source import read_batches
+from wide.training.token_loss import num_targets, token_losses
 
 CLUSTERED = WideConfig(ffn_group_size=16, router_rank=4, ffn_grouping="clustered", start_tokens=256)
 FITTED = WideConfig(ffn_group_size=16, router_rank=4, router_start="fitted", router_bias=True, start_tokens=512)
@@ -391,3 +395,72 @@ def test_the_text_that_the_start_reads_is_counted():
     assert (start["tokens_forward"], start["tokens_backward"]) == (ran["forward"], ran["backward"])
     assert start["tokens_backward"] == 512
     assert start["tokens_forward"] >= 3 * 512
+
+
+@pytest.fixture(scope="module")
+def with_crucial_groups():
+    """A routed model that some groups of which matter to by far most, its text, and what the absence of each costs."""
+    model = attach(dense_model(), UNFITTED)
+    routers = attachment(model).routers()
+    groups = [(key, g) for key, router in enumerate(routers) for g in range(router.num_groups)]
+    with torch.no_grad():
+        model.lm_head.weight *= 8
+        model.model.layers[1].mlp.down_proj.weight[:, 32:48] *= 10
+
+        def losses(batch, absent=None):
+            masks = [LayerRouting() for _ in model.model.layers]
+            for key, router in enumerate(routers):
+                mask = torch.ones(*batch.input_ids.shape, router.num_groups, dtype=torch.bool)
+                mask[..., [g for g in range(router.num_groups) if (key, g) == absent]] = False
+                setattr(masks[router.layer_index], router.half_layer, mask)
+            with force_routing(model, masks):
+                logits = model(batch.input_ids).logits
+            return logits.argmax(-1), token_losses(logits, batch.labels)[0]
+
+        # The dense model predicts its own tokens well.
+        text = [batch._replace(labels=losses(batch)[0].roll(1, 1)) for batch in batches()]
+        targets = sum(num_targets(batch.labels) for batch in text)
+        found = {group: float(sum(losses(batch, group)[1] for batch in text)) / targets for group in (None, *groups)}
+    return model, text, {group: found[group] - found[None] for group in groups}
+
+
+@pytest.mark.parametrize("price", [10.0, 40.0, 80.0])
+def test_groups_that_cost_far_more_than_their_work_are_found(price, with_crucial_groups, monkeypatch):
+    monkeypatch.setattr(router_fit, "_CRUCIAL", price)
+    model, text, costs = with_crucial_groups
+    routers = attachment(model).routers()
+    outputs = [layer.get_submodule(n) for layer in model.model.layers for n in ("self_attn.o_proj", "mlp.down_proj")]
+    share = {key: 0.25 / router.num_groups for key, router in enumerate(routers)}
+    found = crucial_groups(model, dict(enumerate(outputs)), share, text)
+    assert {(key, group): cost for cost, key, group in found} == pytest.approx(
+        {group: cost for group, cost in costs.items() if cost >= price * share[group[0]]}, rel=1e-4
+    )
+    assert 0 < len(found) < len(costs)
+    assert not any(output._forward_pre_hooks for output in outputs)
+
+
+def test_crucial_groups_execute_always_and_training_does_not_change_that(with_crucial_groups):
+    fitted, text, costs = with_crucial_groups
+    model = copy.deepcopy(fitted)
+    fit_routers(model, text, ObjectiveConfig(sparsity=0.5))
+    routers = attachment(model).routers()
+
+    def margins():
+        return {
+            (k, g): float(b[0] - b[1]) for k, r in enumerate(routers) for g, b in enumerate(r.bias.detach().view(-1, 2))
+        }
+
+    before = margins()
+    held = {group for group, margin in before.items() if margin > 30}
+    # All that matter that much are more than half of what shall execute: the two that cost most, of an eighth each.
+    assert held == set(sorted(costs, key=costs.get)[-2:])
+    optimizer = torch.optim.AdamW([p for r in routers for p in r.parameters()], lr=5e-3, weight_decay=0.0)
+    model.train()
+    for batch in text * 20:
+        with observe(model) as routing:
+            token_losses(model(batch.input_ids).logits, batch.labels)[0].backward()
+            assert all(getattr(routing[routers[k].layer_index], routers[k].half_layer)[..., g].all() for k, g in held)
+        optimizer.step()
+        optimizer.zero_grad()
+    changes = {group: abs(margin - before[group]) for group, margin in margins().items()}
+    assert max(changes[group] for group in held) < 0.1 < max(changes.values())

@@ -155,7 +155,7 @@ Token-wise dynamic width pruning of language models.
 
 {commands}
 
-  wide prune --config small --model M --data D --output RUN
+  wide prune --config fitted-50 --model M --data D --output RUN
 
 wide COMMAND --help explains the flags; a YAML file (--config) may have the same keys."""
 

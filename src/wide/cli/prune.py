@@ -39,8 +39,8 @@ def arguments(method: str = _DEFAULT, in_files: Collection[str] = ()) -> Argumen
     flags = Arguments(
         "prune",
         "Prune a model: train routers to a sparsity (stage 1), then LoRA with them (stage 2, with --recover.steps). "
-        "The recipe small is a good start; without a recipe every default is the paper's, 10,000 steps.",
-        usage="--config small --model M --data D --output RUN [FLAGS]",
+        "The recipe fitted-50 is a good start; without a recipe every default is the paper's, 10,000 steps.",
+        usage="--config fitted-50 --model M --data D --output RUN [FLAGS]",
         first=("config", "model", "data", "sparsity", "recover.steps", "output", "dry_run"),
     )
     flags.add_fields(RunOptions)

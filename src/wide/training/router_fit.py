@@ -6,6 +6,9 @@ from what the router reads by ridge regression of reduced rank, in closed form; 
 prediction from the threshold at which the model skips its target, in units of the prediction's error, so that the
 sampling of training errs where the prediction is unsure.
 
+Of a group that is worth far more than its share of the work, the gradient of those tokens that execute it may show a
+tenth; training loses such a group now and then, and rarely finds it again. So it always executes.
+
 Source: ours. Reduced-rank regression: Izenman (1975); a first-order estimate of what a group is worth: Molchanov et al.
 (2017).
 """
@@ -23,14 +26,14 @@ from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
-from wide.models.observe import bypass, judging
+from wide.models.observe import bypass, judging, model_device
 from wide.models.router import Router
-from wide.models.sharding import whole
+from wide.models.sharding import as_first_has_it, whole
 from wide.models.thresholds import calibrate_thresholds, set_sparsity
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
 from wide.training.modes import layers_run
 from wide.training.objective import target_labels
-from wide.training.token_loss import token_losses
+from wide.training.token_loss import num_targets, token_losses
 
 # Of the mean variance of what a router reads.
 _RIDGE = 0.1
@@ -42,6 +45,11 @@ _CERTAIN = 4.0
 _LOGISTIC = 1.7
 _SMALLEST = 1e-30
 _TOKENS_WITH_GRADIENT = 4_096
+_TOKENS_WITH_LOSS, _AT_ONCE = 2_048, 1_024
+# Crucial is a group whose absence costs so many nats, times its share of the work.
+_CRUCIAL = 40.0
+# Half of a margin that neither the noise of training nor its gradients reach.
+_ALWAYS = 20.0
 _VALUES_SORTED = 1 << 22
 # Float32 inputs of one sublayer that are multiplied at a time: 256 MiB, and as much again for the products.
 _VALUES_AT_ONCE = 1 << 26
@@ -70,9 +78,8 @@ def fit_routers(
         # hence one half.
         importance[key] -= 0.5 * torch.tensor(weight / routers[key].num_groups).clamp_min(_SMALLEST).log()
     threshold = _threshold([importance[key] for key in routers], weights, objective.sparsity)
-    tokens = len(importance[0])
-    width = {key: state.specs[router.layer_index].hidden_size for key, router in routers.items()}
-    for keys in in_passes({key: width[key] * tokens * BYTES_PER_ACTIVATION for key in routers}):
+    held = len(importance[0]) * BYTES_PER_ACTIVATION
+    for keys in in_passes({key: state.specs[r.layer_index].hidden_size * held for key, r in routers.items()}):
         # A router is asked while everything executes, whatever it would say itself.
         set_sparsity(model, 0.0)
         inputs = read_inputs(model, {key: routers[key] for key in keys}, batches, title="what routers read")
@@ -80,6 +87,14 @@ def fit_routers(
             device = next(routers[key].parameters()).device
             surplus = (importance[key] - threshold).clamp(-_FAR, _FAR).to(device)
             _set(routers[key], *fitted_margins(inputs.pop(key).to(device), surplus))
+    # Half of what is to execute is left to the routers in any case.
+    left = (1 - objective.sparsity) / 2
+    share = {key: weights[key] / router.num_groups for key, router in routers.items()}
+    for _, key, group in sorted(crucial_groups(model, outputs, share, batches), reverse=True):
+        left -= share[key]
+        if left >= 0 and (bias := routers[key].bias) is not None:
+            routers[key].up.detach().view(-1, 2, len(routers[key].down))[group] = 0.0
+            bias.detach().view(-1, 2)[group] = bias.new_tensor([_ALWAYS, -_ALWAYS])
     _meet(model, batches, objective.sparsity, measure)
 
 
@@ -114,6 +129,44 @@ def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Ten
     return directions.float(), mixing.float(), bias.float()
 
 
+def crucial_groups(
+    model: nn.Module, outputs: dict[int, Any], share: dict[int, float], batches: Sequence[TokenBatch]
+) -> list[tuple[float, int, int]]:
+    """Return (cost, router, group) of the groups that cost far more than their work is worth at 40 nats for all of it.
+
+    The cost is what the loss rises by, in nats a token, where all tokens skip this group and nothing else. Groups that
+    cost too little together are not tried one by one.
+    """
+    found: list[tuple[float, int, int]] = []
+    sequences = max(1, _AT_ONCE // batches[0].input_ids.shape[1])
+    text = [few.to(model_device(model)) for batch in batches for few in batch.split(sequences)]
+    text = text[: max(1, _TOKENS_WITH_LOSS // text[0].input_ids.numel())]
+    tokens = sum(num_targets(target_labels(few)) for few in text)
+
+    def loss_without(key: int, groups: range) -> float:
+        size = outputs[key].weight.shape[1] // attachment(model).routers()[key].num_groups
+        channels = torch.arange(groups.start * size, groups.stop * size)
+        with outputs[key].register_forward_pre_hook(
+            lambda _m, x: (x[0].index_fill(-1, channels.to(x[0].device), 0.0),)
+        ):
+            total = sum(_loss(model, few).double() for few in text) / max(tokens, 1)
+        return float(as_first_has_it(model, torch.as_tensor(total)))
+
+    with judging(model), bypass(model):
+        dense = loss_without(0, range(0))
+        for key, router in enumerate(progress(attachment(model).routers(), title="what groups cost", unit="router")):
+            waiting = [range(router.num_groups)]
+            while waiting:
+                groups = waiting.pop()
+                cost, half = loss_without(key, groups) - dense, len(groups) // 2
+                if cost >= _CRUCIAL * share[key]:
+                    if half:
+                        waiting += [groups[:half], groups[half:]]
+                    else:
+                        found.append((cost, key, groups[0]))
+    return found
+
+
 def _importance(
     model: nn.Module,
     routers: dict[int, Router],
@@ -130,8 +183,7 @@ def _importance(
             def keep(key: int, rows: Tensor, energies: dict[int, Callable[[Tensor], Tensor]] = energies) -> Tensor:
                 return 0.5 * energies[key](rows).clamp_min(_SMALLEST).log() + gradients[key]
 
-            read = {key: outputs[key] for key in keys}
-            found |= read_inputs(model, read, batches, title="what groups add", keep=keep)
+            found |= read_inputs(model, {k: outputs[k] for k in keys}, batches, title="what groups add", keep=keep)
     return found
 
 
@@ -171,7 +223,7 @@ def _gram_bytes(output: nn.Module, num_groups: int) -> int:
 
 
 def _gradient_sizes(
-    model: nn.Module, outputs: dict[int, nn.Module], batches: Sequence[TokenBatch], *, recompute: bool
+    model: Any, outputs: dict[int, nn.Module], batches: Sequence[TokenBatch], *, recompute: bool
 ) -> dict[int, float]:
     """Return the logarithm of the median size of the loss's gradient at the output of each sublayer, per token."""
     found: dict[int, list[Tensor]] = {key: [] for key in outputs}
@@ -180,7 +232,6 @@ def _gradient_sizes(
     def note(key: int) -> Callable[..., None]:
         return lambda _module, _args, output: running.update({key: output})
 
-    typed: Any = model
     device = next(model.parameters()).device
     with (
         ExitStack() as hooks,
@@ -190,7 +241,7 @@ def _gradient_sizes(
         torch.enable_grad(),
     ):
         # The base may be frozen: the embedding's output is what gradients flow to.
-        start = typed.get_input_embeddings()
+        start = model.get_input_embeddings()
         hooks.callback(start.register_forward_hook(lambda _m, _a, out: out.detach().requires_grad_()).remove)
         for key, output in outputs.items():
             hooks.callback(output.register_forward_hook(note(key)).remove)
@@ -199,10 +250,7 @@ def _gradient_sizes(
             # One sequence at a time: a model that fits only as a dense teacher must hold a backward here.
             for sequence in batch.split(1):
                 moved = sequence.to(device)
-                mask = moved.attention_mask()
-                logits = typed(input_ids=moved.input_ids, attention_mask=mask, use_cache=False).logits
-                loss = token_losses(logits, target_labels(moved))[0]
-                gradients = torch.autograd.grad(loss, list(running.values()))
+                gradients = torch.autograd.grad(_loss(model, moved), list(running.values()))
                 for key, gradient in zip(running, gradients, strict=True):
                     sizes = gradient.flatten(0, -2).float().norm(dim=-1)
                     found[key].append(sizes[moved.valid.flatten().to(sizes.device)].cpu())
@@ -211,6 +259,12 @@ def _gradient_sizes(
             if tokens >= _TOKENS_WITH_GRADIENT:
                 break
     return {key: float(torch.cat(sizes).median().clamp_min(_SMALLEST).log()) for key, sizes in found.items()}
+
+
+def _loss(model: Any, batch: TokenBatch) -> Tensor:
+    """Return the sum of the losses of all tokens, nats."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask(), use_cache=False).logits
+    return token_losses(logits, target_labels(batch))[0]
 
 
 def _threshold(importance: Sequence[Tensor], weights: Sequence[float], sparsity: float) -> float:
@@ -249,7 +303,6 @@ def _meet(model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, meas
     threshold = set_sparsity(model, sparsity)
     for router in attachment(model).routers():
         assert router.bias is not None
-        with torch.no_grad():
-            router.bias.add_(router.bias.new_tensor([-threshold / 2, threshold / 2]).repeat(router.num_groups))
+        router.bias.detach().add_(router.bias.new_tensor([-threshold / 2, threshold / 2]).repeat(router.num_groups))
     set_sparsity(model, threshold=0.0)
     attachment(model).thresholds_by_sparsity = []
