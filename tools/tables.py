@@ -46,7 +46,6 @@ _METHODS = {
     "shortened-taylor": "Shortened, Taylor",
     "dllm-original": "D-LLM, original form",
     "skipgpt": "SkipGPT, as the WIDE paper runs it",
-    "skipgpt-original": "SkipGPT, original form",
     "dllm": "D-LLM, as the WIDE paper runs it",
 }
 # Column -> the runs that hold it: of several the first with a finished cell counts.
@@ -65,7 +64,6 @@ _PARTS = {
     "clustered groups alone": ("parts-plain", "clustered-only"),
     "without the smooth term": ("parts-sharp", "no-smoothing"),
     "without clustered groups": ("parts", "no-clustering"),
-    "smooth term alone": ("parts-hot", "smooth-only"),
     "fitted start alone": ("parts-plain", "fitted-start-only"),
     "the paper's": ("parts-plain", "published"),
 }
@@ -577,7 +575,7 @@ def _of_languages(row: dict[str, Any], names: dict[str, str]) -> list[str]:
 
 
 # Other columns show what these would.
-_CARDS_LEFT_OUT = ("4 x 40", "4 x 141", "8 x 80", "8 x 141")
+_CARDS_LEFT_OUT = ("4 x 40", "4 x 80", "4 x 141", "8 x 80", "8 x 141")
 
 
 def sizes() -> Table:

@@ -36,9 +36,9 @@ class WideConfig(Checked):
             matter for the same tokens side by side, which leaves each FFN's function as it is (`wide.prune` reads
             `start_tokens` for it).
         router_start: What stage 1 begins with: 'random' matrices (paper), or 'fitted' ones, which predict the groups
-            that add most to the output at the target sparsity; needs `router_bias`. Groups without which the loss
-            rises by far more than their work is worth then execute for every token.
-            With a target of 'uniform', one threshold serves attention and FFN, and training separates them.
+            that add most to the output at the target sparsity, and let groups that matter by far most always execute;
+            needs `router_bias`. With a target of 'uniform', one threshold serves attention and FFN, and training
+            separates them.
         start_tokens: Tokens of training text from which groups are clustered and routers fitted; the last sequence is
             read whole.
     """

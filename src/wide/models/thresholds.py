@@ -19,7 +19,7 @@ from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
 from wide.models.observe import forward_without_head, judging, observe
-from wide.models.router import Router
+from wide.models.router import ALWAYS, Router
 from wide.models.sharding import as_first_has_it
 from wide.routing import Routing
 from wide.schema import require
@@ -257,9 +257,10 @@ def _table(passes: Sequence[tuple[float, MarginHistogram]]) -> list[tuple[float,
         for step in range(1, _POINTS_BETWEEN + 1):
             share = step / (_POINTS_BETWEEN + 1)
             sparsity = low.sparsity + share * (high.sparsity - low.sparsity)
-            threshold = (1 - share) * low.threshold(sparsity) + share * high.threshold(sparsity)
-            table.append((sparsity, threshold))
-    return table
+            ends = low.threshold(sparsity), high.threshold(sparsity)
+            # Between learnt margins and those of groups that always execute there is nothing.
+            table.append((sparsity, max(ends) if max(ends) > ALWAYS else (1 - share) * ends[0] + share * ends[1]))
+    return [point for point in table if point[1] <= ALWAYS]
 
 
 def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:

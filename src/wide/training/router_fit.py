@@ -5,9 +5,8 @@ what the group adds to it, ||W_g h_g||, for the share of the work that the group
 from what the router reads by ridge regression of reduced rank, in closed form; margins are the distance of the
 prediction from the threshold at which the model skips its target, in units of the prediction's error, so that the
 sampling of training errs where the prediction is unsure.
-
-Of a group that is worth far more than its share of the work, the gradient of those tokens that execute it may show a
-tenth; training loses such a group now and then, and rarely finds it again. So it always executes.
+Training loses a group that is worth far more than its share of the work now and then, since the gradient of tokens that
+execute it may show little of that, and rarely finds it again. So such a group always executes.
 
 Source: ours. Reduced-rank regression: Izenman (1975); a first-order estimate of what a group is worth: Molchanov et al.
 (2017).
@@ -27,7 +26,7 @@ from wide.data.progress import progress
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
 from wide.models.observe import bypass, judging, model_device
-from wide.models.router import Router
+from wide.models.router import ALWAYS, Router
 from wide.models.sharding import as_first_has_it, whole
 from wide.models.thresholds import calibrate_thresholds, set_sparsity
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
@@ -46,10 +45,8 @@ _LOGISTIC = 1.7
 _SMALLEST = 1e-30
 _TOKENS_WITH_GRADIENT = 4_096
 _TOKENS_WITH_LOSS, _AT_ONCE = 2_048, 1_024
-# Crucial is a group whose absence costs so many nats, times its share of the work.
-_CRUCIAL = 40.0
-# Half of a margin that neither the noise of training nor its gradients reach.
-_ALWAYS = 20.0
+# Crucial is a group whose absence costs so many nats times its share of the work, and no fewer nats than these.
+_CRUCIAL, _LEAST = 40.0, 0.02
 _VALUES_SORTED = 1 << 22
 # Float32 inputs of one sublayer that are multiplied at a time: 256 MiB, and as much again for the products.
 _VALUES_AT_ONCE = 1 << 26
@@ -58,11 +55,12 @@ _BYTES_PER_FLOAT = 4
 
 def fit_routers(
     model: nn.Module, batches: Sequence[TokenBatch], objective: ObjectiveConfig, *, gradient_checkpointing: bool = False
-) -> None:
+) -> list[tuple[int, str, int, float]]:
     """Set the routers of an attached model so that, at inference, they skip the target, the least important first.
 
     Routers must be bottlenecks with a bias; thresholds are 0 and uncalibrated after. A target of 'uniform' is taken for
-    the mean. Layers may be recomputed where gradients are taken, one sequence at a time.
+    the mean. Layers may be recomputed where gradients are taken, one sequence at a time. Return layer, sublayer and
+    index of the groups that always execute from now on, and what the loss rises by without them, in nats a token.
     """
     state = attachment(model)
     routers = dict(enumerate(state.routers()))
@@ -87,15 +85,21 @@ def fit_routers(
             device = next(routers[key].parameters()).device
             surplus = (importance[key] - threshold).clamp(-_FAR, _FAR).to(device)
             _set(routers[key], *fitted_margins(inputs.pop(key).to(device), surplus))
-    # Half of what is to execute is left to the routers in any case.
-    left = (1 - objective.sparsity) / 2
+    # Half of what is to execute is left to the routers, of attention and of FFNs alike.
+    left = dict.fromkeys(("attention", "ffn"), 0.0)
+    for key, router in routers.items():
+        left[router.half_layer] += (1 - objective.sparsity) / 2 * weights[key]
     share = {key: weights[key] / router.num_groups for key, router in routers.items()}
-    for _, key, group in sorted(crucial_groups(model, outputs, share, batches), reverse=True):
-        left -= share[key]
-        if left >= 0 and (bias := routers[key].bias) is not None:
-            routers[key].up.detach().view(-1, 2, len(routers[key].down))[group] = 0.0
-            bias.detach().view(-1, 2)[group] = bias.new_tensor([_ALWAYS, -_ALWAYS])
+    always: list[tuple[int, str, int, float]] = []
+    for cost, key, group in sorted(crucial_groups(model, outputs, share, batches), reverse=True):
+        router, bias = routers[key], routers[key].bias
+        if share[key] <= left[router.half_layer] and bias is not None:
+            left[router.half_layer] -= share[key]
+            router.up.detach().view(-1, 2, len(router.down))[group] = 0.0
+            bias.detach().view(-1, 2)[group] = bias.new_tensor([ALWAYS, -ALWAYS])
+            always.append((router.layer_index, router.half_layer, group, cost))
     _meet(model, batches, objective.sparsity, measure)
+    return always
 
 
 def fitted_margins(hidden: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,21 +138,18 @@ def crucial_groups(
 ) -> list[tuple[float, int, int]]:
     """Return (cost, router, group) of the groups that cost far more than their work is worth at 40 nats for all of it.
 
-    The cost is what the loss rises by, in nats a token, where all tokens skip this group and nothing else. Groups that
-    cost too little together are not tried one by one.
+    The cost is the rise of the loss, nats a token, where all tokens skip only this group. Cheap halves are not split.
     """
     found: list[tuple[float, int, int]] = []
-    sequences = max(1, _AT_ONCE // batches[0].input_ids.shape[1])
-    text = [few.to(model_device(model)) for batch in batches for few in batch.split(sequences)]
-    text = text[: max(1, _TOKENS_WITH_LOSS // text[0].input_ids.numel())]
+    length = batches[0].input_ids.shape[1]
+    few = TokenBatch.joined(batches).split(max(1, _TOKENS_WITH_LOSS // length))[0].to(model_device(model))
+    text = few.split(max(1, _AT_ONCE // length))
     tokens = sum(num_targets(target_labels(few)) for few in text)
 
     def loss_without(key: int, groups: range) -> float:
-        size = outputs[key].weight.shape[1] // attachment(model).routers()[key].num_groups
-        channels = torch.arange(groups.start * size, groups.stop * size)
-        with outputs[key].register_forward_pre_hook(
-            lambda _m, x: (x[0].index_fill(-1, channels.to(x[0].device), 0.0),)
-        ):
+        size = outputs[key].in_features // attachment(model).routers()[key].num_groups
+        part = torch.arange(groups.start * size, groups.stop * size)
+        with outputs[key].register_forward_pre_hook(lambda _m, x: (x[0].index_fill(-1, part.to(x[0].device), 0.0),)):
             total = sum(_loss(model, few).double() for few in text) / max(tokens, 1)
         return float(as_first_has_it(model, torch.as_tensor(total)))
 
@@ -159,11 +160,9 @@ def crucial_groups(
             while waiting:
                 groups = waiting.pop()
                 cost, half = loss_without(key, groups) - dense, len(groups) // 2
-                if cost >= _CRUCIAL * share[key]:
-                    if half:
-                        waiting += [groups[:half], groups[half:]]
-                    else:
-                        found.append((cost, key, groups[0]))
+                if cost >= max(_CRUCIAL * share[key], _LEAST):
+                    waiting += [groups[:half], groups[half:]] if half else []
+                    found += [] if half else [(cost, key, groups[0])]
     return found
 
 
@@ -232,7 +231,6 @@ def _gradient_sizes(
     def note(key: int) -> Callable[..., None]:
         return lambda _module, _args, output: running.update({key: output})
 
-    device = next(model.parameters()).device
     with (
         ExitStack() as hooks,
         judging(model),
@@ -249,7 +247,7 @@ def _gradient_sizes(
         for batch in progress(batches, title="gradients of the sublayers", unit="batch"):
             # One sequence at a time: a model that fits only as a dense teacher must hold a backward here.
             for sequence in batch.split(1):
-                moved = sequence.to(device)
+                moved = sequence.to(model_device(model))
                 gradients = torch.autograd.grad(_loss(model, moved), list(running.values()))
                 for key, gradient in zip(running, gradients, strict=True):
                     sizes = gradient.flatten(0, -2).float().norm(dim=-1)

@@ -85,7 +85,7 @@ def attach_started(
     writes = folder if parallel.is_first else None
     micro = micro_batch_size(stage, parallel.world)
     text = read_batches(source, batch_size=stage.batch_size, micro_batch_size=micro, tokens=config.start_tokens)
-    read, seconds, orders = TokensRead(), 0.0, None
+    read, seconds, orders, always = TokensRead(), 0.0, None, []
 
     @contextmanager
     def measured() -> Iterator[None]:
@@ -105,7 +105,7 @@ def attach_started(
     attach(model, without_fit, orders=orders)
     if config.router_start == "fitted":
         with measured():
-            fit_routers(model, text, objective, gradient_checkpointing=stage.gradient_checkpointing)
+            always = fit_routers(model, text, objective, gradient_checkpointing=stage.gradient_checkpointing)
     facts = {
         "ffn_grouping": config.ffn_grouping,
         "router_start": config.router_start,
@@ -113,6 +113,7 @@ def attach_started(
         "tokens_forward": read.forward,
         "tokens_backward": read.backward,
         "seconds": seconds,
+        "always": always,
         "resumed": False,
     }
     _write(writes, _FACTS_FILE, json.dumps(facts, indent=2).encode())
