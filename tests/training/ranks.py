@@ -7,6 +7,7 @@ import ctypes
 import errno
 import functools
 import json
+import math
 import os
 import random
 import signal
@@ -34,12 +35,13 @@ from wide.methods.method import Target
 from wide.models import thresholds
 from wide.models.attach import attachment, detach
 from wide.models.pretrained import load_pretrained
-from wide.training import checkpoint, inference_target, token_loss
+from wide.training import checkpoint, inference_target, router_fit, token_loss
 from wide.training.modes import rehearsal, trainable_parameters, training_mode
 from wide.training.objective import Objective
 from wide.training.parallel import DataParallel
 from wide.training.progress_log import StageOptions
 from wide.training.stages import prune, recover
+from wide.training.text_source import read_batches
 from wide.training.token_loss import OutputHead
 from wide.training.trainer import Trainer
 
@@ -191,6 +193,18 @@ def _refuse_together(folder, parallel):
     (folder / f"said-{parallel.rank}.json").write_text(json.dumps(said))
 
 
+def _groups_that_always_execute(model):
+    """Let groups execute always at any cost; processes that decide otherwise would wait for each other."""
+    wide.attach(model, WideConfig(**GROUPS, router_bias=True))
+    text = read_batches(RandomSource(), batch_size=4, micro_batch_size=4, tokens=64)
+    with patch.multiple(router_fit, _CRUCIAL=-math.inf, _LEAST=-math.inf):
+        always = router_fit.fit_routers(model, text, ObjectiveConfig(sparsity=0.5))
+    margins = [router.bias.detach().view(-1, 2).diff().flatten() for router in attachment(model).routers()]
+    detach(model)
+    assert len(always) == sum(int((margin < -50).sum()) for margin in margins) > 0
+    return sorted([*group] for group in always)
+
+
 def train_all(folder, model, text, *, in_every_way):
     """Do what a run does to a model from beginning to end, and return what can be compared."""
     facts = {}
@@ -208,6 +222,7 @@ def train_all(folder, model, text, *, in_every_way):
         facts["fitted"] = attachment(model).provenance["prune"]["at_the_end_of_training"]["lm_loss"]
         facts["orders"] = {name: order.tolist() for name, order in attachment(model).regrouped.orders().items()}
         detach(model)
+        facts["always"] = _groups_that_always_execute(model)
     recomputed = stage(gradient_checkpointing=True, **ONE)
     prune(model, RandomSource(), config=PLAIN, objective=FAR, stage=recomputed, output=folder / "stage1")
     facts["dial"] = attachment(model).thresholds_by_sparsity

@@ -140,6 +140,9 @@ def test_a_shared_base_is_trained_as_a_whole_one(found, alone, kind):
         for name in ("perplexity", "merged", *(["fitted"] if kind == "tied" else [])):
             assert of_rank[name] == pytest.approx(facts[kind][name], rel=1e-4), name
         if kind == "tied":
+            for here, there in zip(of_rank["always"], facts[kind]["always"], strict=True):
+                assert here[:3] == there[:3]
+                assert here[3] == pytest.approx(there[3], abs=1e-4)
             assert of_rank["balanced"] == pytest.approx(facts[kind]["balanced"], rel=1e-2, abs=1e-2)
         torch.testing.assert_close(
             torch.tensor(of_rank["dial"]), torch.tensor(facts[kind]["dial"]), rtol=1e-2, atol=1e-2
