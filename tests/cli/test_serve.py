@@ -342,8 +342,12 @@ def ask(address, method, path, headers, body):
         # What is too long is refused before all of it was sent.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+        answer, text = connection.getresponse(), b""
+        # What was not read of the request may reset the connection behind the answer.
+        with contextlib.suppress(ConnectionResetError):
+            while part := answer.read1():
+                text += part
+        return answer.status, text.decode()
 
 
 def is_in_words(area, status, text):
