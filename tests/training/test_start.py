@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import RandomSource, dense_model, stage
 
 from wide.config import ObjectiveConfig, WideConfig
-from wide.errors import ConfigError, TrainingError
+from wide.errors import ConfigError, TrainingError, UnsupportedModelError
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.observe import force_routing, observe
@@ -315,6 +315,14 @@ def test_recomputing_layers_changes_nothing_about_the_fit_and_nothing_stays_on(s
         assert "forward" not in layer.__dict__
         found.append([router.up.detach().clone() for router in attachment(model).routers()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_quantised_weights_are_not_fitted_to():
+    model = attach(dense_model(), UNFITTED)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(weight.detach().to(torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="quantised here; take 'random'"):
+        fit_routers(model, batches(), ObjectiveConfig(sparsity=0.5))
 
 
 def test_nothing_to_skip_leaves_routers_that_decide_by_argmax():

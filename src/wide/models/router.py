@@ -16,8 +16,7 @@ from wide.plan import Routed, RouterForm
 from wide.routing import LayerRouting, Routing
 
 EXECUTE, SKIP = 0, 1
-# Half the margin of a group that always executes. Neither sampling nor its gradients reach it at a temperature of 5.
-ALWAYS = 50.0
+ALWAYS = 50.0  # Half the margin of a group that always executes: out of reach for noise and gradients at temperature 5.
 THRESHOLD_NAME = "threshold"
 """The entry of a router's state dict beside its parameters."""
 # D-LLM's routers begin by executing about 87 % of the tokens.

@@ -258,9 +258,8 @@ def _table(passes: Sequence[tuple[float, MarginHistogram]]) -> list[tuple[float,
             share = step / (_POINTS_BETWEEN + 1)
             sparsity = low.sparsity + share * (high.sparsity - low.sparsity)
             ends = low.threshold(sparsity), high.threshold(sparsity)
-            # Between learnt margins and those of groups that always execute there is nothing.
             table.append((sparsity, max(ends) if max(ends) > ALWAYS else (1 - share) * ends[0] + share * ends[1]))
-    return [point for point in table if point[1] <= ALWAYS]
+    return [point for point in table if point[1] <= ALWAYS]  # No threshold skips what always executes.
 
 
 def _ascending(table: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from wide.config import ObjectiveConfig
 from wide.data.batches import TokenBatch
 from wide.data.progress import progress
+from wide.errors import UnsupportedModelError
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
 from wide.models.observe import bypass, judging, model_device
@@ -65,16 +66,19 @@ def fit_routers(
     state = attachment(model)
     routers = dict(enumerate(state.routers()))
     sublayers = {key: dict(state.specs[r.layer_index].sublayers())[r.half_layer] for key, r in routers.items()}
-    outputs = {key: part.linears()[-1] for key, part in sublayers.items()}
+    outputs: dict[int, Any] = {key: part.linears()[-1] for key, part in sublayers.items()}
+    if not all(output.weight.is_floating_point() for output in outputs.values()):
+        raise UnsupportedModelError("router_start='fitted' reads weights, which are quantised here; take 'random'")
     measure: Measure = "linear_flops" if objective.target == "linear_flops" else "mean"
     weights = half_weights(model, measure)
     gradients = _gradient_sizes(model, outputs, batches, recompute=gradient_checkpointing)
     importance = _importance(model, routers, outputs, batches, gradients)
-    for key, weight in enumerate(weights):
+    share = {key: weights[key] / router.num_groups for key, router in routers.items()}
+    for key in routers:
         # Compared is what skipping costs for the work that it saves; what saves nothing is never skipped. Importance
         # is the logarithm of a size, not of its square, and it is energy, the square, that is charged to the work:
         # hence one half.
-        importance[key] -= 0.5 * torch.tensor(weight / routers[key].num_groups).clamp_min(_SMALLEST).log()
+        importance[key] -= 0.5 * torch.tensor(share[key]).clamp_min(_SMALLEST).log()
     threshold = _threshold([importance[key] for key in routers], weights, objective.sparsity)
     held = len(importance[0]) * BYTES_PER_ACTIVATION
     for keys in in_passes({key: state.specs[r.layer_index].hidden_size * held for key, r in routers.items()}):
@@ -85,11 +89,9 @@ def fit_routers(
             device = next(routers[key].parameters()).device
             surplus = (importance[key] - threshold).clamp(-_FAR, _FAR).to(device)
             _set(routers[key], *fitted_margins(inputs.pop(key).to(device), surplus))
-    # Half of what is to execute is left to the routers, of attention and of FFNs alike.
-    left = dict.fromkeys(("attention", "ffn"), 0.0)
+    left = dict.fromkeys(("attention", "ffn"), 0.0)  # For groups that always execute: half of what each is to execute.
     for key, router in routers.items():
         left[router.half_layer] += (1 - objective.sparsity) / 2 * weights[key]
-    share = {key: weights[key] / router.num_groups for key, router in routers.items()}
     always: list[tuple[int, str, int, float]] = []
     for cost, key, group in sorted(crucial_groups(model, outputs, share, batches), reverse=True):
         router, bias = routers[key], routers[key].bias
