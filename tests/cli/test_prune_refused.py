@@ -86,6 +86,14 @@ def test_a_rehearsal_ends_where_text_is_read(tiny_model_folder):
     assert model(ids).logits.shape[:2] == (1, 4)
 
 
+def test_a_rehearsal_compiles_nothing(tiny_model_folder):
+    model, reached = AutoModelForCausalLM.from_pretrained(tiny_model_folder), []
+    with rehearsal(model):
+        torch.compile(model.forward, fullgraph=True)(torch.arange(4).unsqueeze(0))
+        reached.append("the model")
+    assert reached == []
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

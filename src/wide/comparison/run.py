@@ -201,16 +201,14 @@ class ComparisonRun:
         save(model, folder / ADAPTER)
 
     def _apply(self, cell: Cell, output: Path | None) -> None:
-        """Let the method of a cell decide or train; without a folder it rehearses, and nothing is compiled."""
+        """Let the method of a cell decide or train; without a folder it rehearses."""
         model, request = self._materials.model, self._request
         stage = replace(request.stage, seed=cell.seed)
         blocks, method = self._materials.blocks(stage), get(request.grid.method_of(cell.method))
         settings = request.settings[cell.method]
         if request.grid.budget == "equal":
             settings = as_many_tokens(settings, stage, blocks.num_tokens)
-        if output is None:
-            stage = replace(stage, compile=False)
-        elif expected := expected_time(model, method, blocks, cell.sparsity, settings, stage):
+        if output is not None and (expected := expected_time(model, method, blocks, cell.sparsity, settings, stage)):
             say(f"{cell.title}: {expected}")
         target = Target(sparsity=cell.sparsity, match=request.grid.match_of(cell.method))
         how: dict[str, Any] = {"stage": stage, "objective": request.objective, "seed": cell.seed}

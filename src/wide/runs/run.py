@@ -4,7 +4,7 @@ import importlib.util
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
@@ -106,7 +106,7 @@ class Run:
         if not self._folder.resume:
             # What is refused must neither occupy the output folder nor wait until the dense model has been measured.
             with rehearsal(self._model):
-                decide(blocks, replace(asked, stage=replace(asked.stage, compile=False)), {})
+                decide(blocks, asked, {})
             self._materials.take_off()
         if self._dry_run:
             forecast = Forecast(asked, self._materials, self._folder.config)

@@ -221,12 +221,17 @@ def rehearsal(model: Any) -> Iterator[None]:
     """Leave the block quietly where the model would embed its first tokens.
 
     What raises before that does so as ever; layers may be probed on numbers of their own. Whatever runs inside must
-    take back on an exception what it changed. A compiled model cannot be rehearsed. No progress bar is shown.
+    take back on an exception what it changed. Nothing is compiled, and no progress bar is shown.
     """
     # What FSDP begins in the forward of the whole model it must be able to end.
     place = model if is_sharded(model) else model.get_input_embeddings()
     try:
-        with place.register_forward_pre_hook(_stop, prepend=True), without_bars():
+        with (
+            place.register_forward_pre_hook(_stop, prepend=True),
+            # A compiled forward would not let the exception through.
+            torch.compiler.set_stance("force_eager"),
+            without_bars(),
+        ):
             yield
     except _TextIsReadError:
         return
