@@ -79,8 +79,8 @@ class ObjectiveConfig(Checked):
     smoothing: Share = 0.0
 
 
-BEFORE = {"adam_beta2": 0.999}
-"""What a run had that was begun before there was the option."""
+BEFORE = {"adam_beta2": 0.999, "ddp.compile": False}
+"""What a run had that was begun before there was the option, or this option of a group."""
 
 
 def recorded_objective(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,3 +89,22 @@ def test_a_run_continues_under_another_description_but_not_with_other_settings(t
     folder(tmp_path / "run", {"steps": 1, "description": ""}, resume=True)
     with pytest.raises(ConfigError, match="steps 1 -> 2"):
         folder(tmp_path / "run", {"steps": 2, "description": "one"}, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("now", "refused"),
+    [
+        ({"ddp": {"compile": False}, "train": {"adam_beta2": 0.999}}, None),
+        ({"ddp": {"compile": True}}, "ddp.compile False -> True"),
+        ({"train": {"adam_beta2": 0.9}}, "train.adam_beta2 0.999 -> 0.9"),
+    ],
+)
+def test_a_run_goes_on_with_what_options_that_came_later_stand_at(now, refused, tmp_path):
+    before = {"steps": 1}
+    with folder(tmp_path / "run", before) as run:
+        run.claim()
+    if refused is None:
+        folder(tmp_path / "run", before | now, resume=True)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        folder(tmp_path / "run", before | now, resume=True)

@@ -145,10 +145,16 @@ def test_model_is_left_as_it_was_and_the_seed_decides():
     assert any(not torch.equal(value, other.tensors[name]) for name, value in one.tensors.items())
 
 
-def test_micro_batches_and_recomputation_change_nothing_but_rounding():
+def test_micro_batches_recomputation_and_compilation_change_nothing_but_rounding():
     whole, *others = (
         decide(dense_model(), blocks(), Target(sparsity=0.25), quick(**changes)).tensors
-        for changes in ({"micro_batch_size": 4}, {"micro_batch_size": 1}, {"gradient_checkpointing": True})
+        for changes in (
+            {"micro_batch_size": 4},
+            {"micro_batch_size": 1},
+            {"gradient_checkpointing": True},
+            {"compile": True},
+            {"compile": True, "gradient_checkpointing": True},
+        )
     )
     for other in others:
         for name, value in whole.items():

@@ -333,6 +333,7 @@ class DDPConfig(Checked):
         initial_spread: Standard deviation of the gates around 1 at the start.
         lowest: Gates are held at or above this after each step, so that they find the way back.
         gradient_checkpointing: Trade a second forward for memory.
+        compile: Whether `torch.compile` fuses each layer and the loss, as in the training of routers.
         seed: Of the initial gates and the order of the text.
     """
 
@@ -350,6 +351,7 @@ class DDPConfig(Checked):
     initial_spread: NotNegative = 0.01
     lowest: Annotated[float, Between(high=0, hint="no gate could reach 0")] = -0.1
     gradient_checkpointing: bool = False
+    compile: bool = False
     seed: int = 17
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from wide.models.observe import bypass
 from wide.plan import Kept, Plan, scale_name
 from wide.training.modes import training_mode
 from wide.training.objective import target_labels
-from wide.training.token_loss import num_targets, token_losses
+from wide.training.token_loss import OutputHead, losses_of, num_targets, token_losses
 from wide.training.trainer import learning_rate
 
 _KINDS = ("attention", "ffn")
@@ -151,13 +151,16 @@ class _Course:
         self._model, self._gates, self._text, self._settings = model, gates, text, settings
         self._goals_for, self.goals = goals, goals(None)
         self._device = next(model.parameters()).device
+        self._head = OutputHead(model)
+        self._compute = torch.compile(losses_of, fullgraph=True, dynamic=False) if settings.compile else losses_of
         self._scales = [gate.scale for of_kind in gates.values() for gate in of_kind]
         self._multipliers = {kind: Multipliers(self._device) for kind in _KINDS}
         self._optimizer = self._make_optimizer()
 
     def train(self) -> dict[str, Any]:
         settings = self._settings
-        with training_mode(self._model, routers=False, gradient_checkpointing=settings.gradient_checkpointing):
+        recompute, fuse = settings.gradient_checkpointing, settings.compile
+        with training_mode(self._model, routers=False, gradient_checkpointing=recompute, compile=fuse):
             for scale in self._scales:
                 scale.requires_grad_(True)
             for step in progress(range(settings.steps), title="ddp: gates", unit="step"):
@@ -201,14 +204,20 @@ class _Course:
         measured = torch.zeros(2, device=self._device)
         for part in batch.split(self._settings.micro_batch_size):
             moved = part.to(self._device)
+            inputs = {"input_ids": moved.input_ids, "use_cache": False}
             teacher = None
             if weight:
                 with torch.no_grad(), bypass(self._model):
-                    teacher = self._model(input_ids=moved.input_ids, use_cache=False).logits
-            logits = self._model(input_ids=moved.input_ids, use_cache=False).logits
+                    teacher = self._head.states(self._model, **inputs)[0]
+            states, head = self._head.states(self._model, **inputs)
             # The token loss mixes with weights that sum to one; these are 1 and `weight`.
             mixed, entropy, divergence = token_losses(
-                logits, target_labels(moved), teacher=teacher, distillation=weight / (1.0 + weight)
+                states,
+                target_labels(moved),
+                teacher=teacher,
+                distillation=weight / (1.0 + weight),
+                head=head,
+                compute=self._compute,
             )
             torch.autograd.backward(mixed * ((1.0 + weight) / targets))
             measured += torch.stack([entropy, divergence]) / targets

@@ -171,7 +171,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         # YAML has no tuples.
         now: dict[str, Any] = flatten(yaml.safe_load(yaml.safe_dump(dict(self.config))))
         # What a run is called changes nothing in it.
-        before = {key: BEFORE.get(key.rpartition(".")[2]) for key in now} | before
+        before = {key: BEFORE.get(key, BEFORE.get(key.rpartition(".")[2])) for key in now} | before
         keys = sorted(key for key in {*before, *now} - {"output", "description"} if before.get(key) != now.get(key))
         if keys:
             words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)
