@@ -289,6 +289,18 @@ def test_a_text_that_is_trained_on_and_scored_has_a_part_held_out(tiny_model_fol
     alone = Materials(run, EvalOptions(tokens=0), max_tokens=0).blocks(StageConfig(sequence_length=32)).num_tokens
     assert trained < alone
     assert texts.held_out[1] == f"{data} (heldout)"
+    part = Materials(run, EvalOptions(data=f"{data}/00.txt", window=32), max_tokens=0)
+    with pytest.warns(UserWarning, match=f"was trained on all of {data}, so what is scored of it is training text"):
+        assert part.held_out[1] == f"{data}/00.txt"
+
+
+def test_recover_holds_out_what_stage_1_was_trained_on(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("another text " * 200)
+    given = ["--model", str(tiny_model_folder), "--data", str(tmp_path / "other.txt"), "--adapter", str(finished)]
+    given += ["--output", str(tmp_path / "run"), "--recover.steps=2", "--recover.batch_size=2", *SHORT[:2]]
+    given += ["--recover.sequence_length=32", "--eval.window=32", f"--eval.data={prose_folder}/*.txt", "--dry_run"]
+    assert main(["recover", *given]) == 0
+    assert f"held out {prose_folder}/*.txt (heldout)" in capsys.readouterr().out
 
 
 def test_all_that_a_run_leaves_names_its_device_alike(finished):

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import types
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -248,6 +249,70 @@ def test_what_a_model_was_not_trained_on_is_scored(recorded, split, scored, tmp_
         assert found == (None if scored == "all" else scored)
 
 
+def held_out_of(source, recorded, split="train"):
+    """Return the texts that are scored of a source by a model that was trained on another, and whether it was told."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        provenance = {"prune": {"text": recorded, "split": split}}
+        found, _ = held_out_documents(
+            source, EvalOptions(data=source), text_field="text", tokenizer=None, provenance=provenance
+        )
+    return {document.text for document in found}, [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("recorded", ["", "/", "/a.jsonl", "/*.jsonl", "/a.jsonl=1,python-docs=1", "relative"])
+@pytest.mark.parametrize("source", ["", "/a.jsonl", "/*.jsonl", "/a.jsonl=2,{}/b.jsonl=1"])
+def test_what_was_trained_on_under_another_name_is_held_out(recorded, source, tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_bytes(json_lines([{"text": f"{name}{i}"} for i in range(60)]))
+    monkeypatch.chdir(tmp_path.parent)
+    recorded = f"{tmp_path.name}/a.jsonl" if recorded == "relative" else f"{tmp_path}{recorded}"
+    heldout, told = held_out_of(f"{tmp_path}{source}".format(tmp_path), recorded)
+    assert heldout
+    assert not heldout & set(texts(recorded, split="train"))
+    assert not told
+    # Where nothing was held out, that is told.
+    _, told = held_out_of(f"{tmp_path}{source}".format(tmp_path), recorded, split=None)
+    assert ["trained on all of" in each for each in told] == [True]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "source", "told"),
+    [
+        ("{0}/many", "{0}/many/3.txt", True),
+        ("{0}/many/3.txt", "{0}/many", True),
+        ("{0}/rows.jsonl", "{0}/link.jsonl", True),
+        # As it was called where it was trained on, which is not here.
+        ("./many/*.txt", "{0}/many/3.txt", True),
+        ("{0}/many/3.txt", "{0}/many/4.txt", False),
+        ("{0}/many", "{0}/rows.jsonl", False),
+        ("gone/*.txt", "{0}/many", False),
+        ("owner/many", "{0}/many", False),
+    ],
+)
+def test_what_cannot_be_held_out_alike_is_told(recorded, source, told, tmp_path, monkeypatch):
+    (tmp_path / "many").mkdir()
+    for number in range(40):
+        (tmp_path / "many" / f"{number}.txt").write_text(f"text {number}")
+    (tmp_path / "rows.jsonl").write_bytes(json_lines([{"text": str(i)} for i in range(60)]))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _, found = held_out_of(source.format(tmp_path), recorded.format(tmp_path))
+    assert ["does not hold out the same" in each for each in found] == [True] * told
+
+
+def test_a_split_on_disk_is_known_as_part_of_its_data_set(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(60)]})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "set")
+    heldout, told = held_out_of(str(tmp_path / "set"), str(tmp_path / "set"))
+    assert heldout
+    assert not heldout & set(texts(tmp_path / "set"))
+    assert not told
+    assert held_out_of(str(tmp_path / "set/train"), str(tmp_path / "set"))[1]
+
+
 def test_what_is_scored_of_a_source_was_not_made_for_training(tmp_path, monkeypatch):
     hub(monkeypatch, lambda *_args, **_settings: {"train": ROWS[:1], "test": ROWS[3:]})
     (tmp_path / "a.txt").write_text("0123456789")
@@ -286,7 +351,7 @@ def test_rows_that_hold_null_are_left_out_and_counted(tmp_path, monkeypatch):
     path.write_bytes(json_lines([*ROWS, {"text": None}]))
     with pytest.warns(UserWarning, match=r"a.jsonl: 2 rows that hold null in the field 'text', left out"):
         assert texts(path) == ["first text", "zweiter Täxt"]
-    hub(monkeypatch, lambda *_args, **_settings: {"train": ROWS})
+    hub(monkeypatch, lambda *_args, **_settings: {"train": ROWS, "test": ROWS})
     with pytest.warns(UserWarning, match=r"owner/name: 1 row that holds null"):
         assert texts("owner/name") == ["first text", "zweiter Täxt"]
 
@@ -323,12 +388,22 @@ def test_a_data_set_is_streamed_with_its_configuration(monkeypatch):
     assert texts("owner/name") == texts("owner/name", split="train") == ["first text"]
 
 
-def test_a_data_set_without_a_test_split_holds_out_by_the_usual_rule(monkeypatch):
+def test_a_data_set_without_a_test_split_holds_out_by_the_usual_rule(monkeypatch, tmp_path, tokenizer):
     rows = [{"text": str(i)} for i in range(60)]
     hub(monkeypatch, lambda *_args, **_settings: {"train": rows})
     train, heldout = texts("owner/name", split="train"), texts("owner/name", split="heldout")
-    assert sorted(train + heldout, key=int) == texts("owner/name")
+    assert sorted(train + heldout, key=int) == [row["text"] for row in rows]
     assert 0 < len(heldout) < 20
+    # What names no split, as a call from Python or a run with a text of its own to score, trains on none of it either.
+    assert texts("owner/name") == train
+    blocks = [load_blocks("owner/name", tokenizer, sequence_length=8, cache=cache) for cache in (None, tmp_path)]
+    assert {each.split for each in blocks} == {"train"}
+    assert {len(each) for each in blocks} == {
+        len(load_blocks("owner/name", tokenizer, sequence_length=8, split="train"))
+    }
+    # Tokens that were kept when all of it was trained on are not taken for these.
+    assert source_fingerprint("owner/name") == source_fingerprint("owner/name", split="train")
+    assert scored_split("owner/name", {"prune": {"text": "owner/name", "split": "train"}}) == "heldout"
 
 
 def test_an_unreachable_data_set_says_so(monkeypatch):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wide.data.corpus import PYTHON_DOCS, is_data_set, is_streamed, load_documents, source_fingerprint
+from wide.data.corpus import is_streamed, load_documents, read_split, source_fingerprint
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.data.tokenizer import block_start, tokenizer_fingerprint
@@ -228,6 +228,5 @@ def load_blocks(
         ]
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
         stream = stream_on_disk(documents, tokenizer, cache / f"tokens-{key}", max_tokens)
-    if split is None and (source == PYTHON_DOCS or is_data_set(source)):
-        split = "train"
+    split = read_split(source, split)
     return TokenBlocks(stream, sequence_length, seed=seed, name=str(source), split=split, first=block_start(tokenizer))

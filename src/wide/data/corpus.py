@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from wide.data.documents import (
     documents_of_rows,
     file_type,
     find_files,
+    is_held_out,
     read_file,
     split_documents,
 )
@@ -54,7 +56,8 @@ def load_documents(
             its sources that does.
         split: 'train' or 'heldout' (one document in ten, by a hash of its name; of few documents the last tenth of
             each). A data set's own splits stand for these where it has them (held out is 'test', else 'validation'),
-            and can be named. None means 'train' of 'python-docs' and of a data set, and all documents of files.
+            and can be named. None is what `read_split` says: 'train' of 'python-docs' and of a data set, and all
+            documents of files.
         text_field: Field that holds the text, or a chat's messages, where rows have fields; rows without 'text' that
             have 'messages' are chats.
         max_documents: Stop after so many.
@@ -102,6 +105,50 @@ def is_data_set(source: str | Path) -> bool:
     return is_hub or (Path(source).expanduser() / _DICT).is_file()
 
 
+def read_split(source: str | Path, split: str | None) -> str | None:
+    """Return the split that is read where none may be named: of what always has one, 'train'; None means all."""
+    return "train" if split is None and (source == PYTHON_DOCS or is_data_set(source)) else split
+
+
+def is_held_out_alike(recorded: str, source: str | Path, **reading: Any) -> bool | None:
+    """Return whether the same is held out of the text that two sources share, no mixtures; None if they share none.
+
+    One may have another name, hold the other or lie in it. What was recorded in another working folder and cannot be
+    read now counts as not held out alike. `reading` is for `load_documents`.
+    """
+    if is_same_source(recorded, source) and Path(recorded).name == Path(source).name:
+        return True
+    theirs, ours = _names_of_files(recorded), _names_of_files(source)
+    if shared := theirs.keys() & ours.keys():
+        # The rule goes by names, and is another one where all names of a source are on one side.
+        kinds = [_kinds_of_names(each, reading) for each in (recorded, source)]
+        return all(theirs[file] == ours[file] for file in shared) and kinds[0] == kinds[1]
+    is_elsewhere = not theirs and _is_local(recorded) and Path(recorded).parts
+    return False if is_elsewhere and any(p.match(recorded) for f in ours for p in (f, *f.parents)) else None
+
+
+def _names_of_files(source: str | Path) -> dict[Path, str]:
+    """Return the local files that a source trains on, what `save_to_disk` wrote as one, and their documents' names."""
+    folder = Path(source).expanduser()
+    if not _is_local(source):
+        return {}
+    if _is_saved(folder):
+        return {(folder / "train" if (folder / _DICT).is_file() else folder).resolve(): folder.name}
+    with suppress(DataError):
+        return {path.resolve(): path.name for path in find_files(source)}
+    return {}
+
+
+def _kinds_of_names(source: str | Path, reading: Mapping[str, Any]) -> set[bool]:
+    kinds = set[bool]()
+    with suppress(DataError):
+        for document in load_documents(source, **reading):
+            kinds.add(is_held_out(document.name))
+            if len(kinds) == 2:
+                break
+    return kinds
+
+
 def is_streamed(source: str | Path) -> bool:
     """Return whether a source, or a part of it, comes from a hub and may be larger than the disk."""
     names = mixture(source) or (source,)
@@ -131,7 +178,7 @@ def mixture(source: str | Path) -> dict[str, float]:
 
 def source_fingerprint(source: str | Path, *, split: str | None = None, text_field: str = "text") -> str:
     """Return a hash that changes when the text behind a source may have changed (files: path, size, time)."""
-    parts = [str(source), str(split), text_field]
+    parts = [str(source), str(read_split(source, split)), text_field]
     shares = mixture(source)
     if shares:
         parts += [source_fingerprint(each, split=split, text_field=text_field) for each in shares]
@@ -152,6 +199,7 @@ def _documents(
     shares = mixture(source)
     if shares:
         return _mixed({name: _documents(name, split, text_field, tokenizer) for name in shares}, shares)
+    split = read_split(source, split)
     if source == PYTHON_DOCS:
         return split_documents(python_docs(), split or "train")
     folder = Path(source).expanduser()

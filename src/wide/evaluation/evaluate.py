@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from wide.data.batches import TokenBlocks
-from wide.data.corpus import PYTHON_DOCS, is_data_set, is_same_source, load_documents, mixture
+from wide.data.corpus import PYTHON_DOCS, is_held_out_alike, load_documents, mixture, read_split
 from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, load_tokenizer, longest_input
 from wide.errors import ConfigError
@@ -84,8 +85,9 @@ def evaluate(
         tokenizer = load_tokenizer(model)
     text: TokenBlocks | Sequence[Document | str] | None
     if isinstance(data, str | Path):
-        split = split or scored_split(data, attachment(model).provenance if is_attached(model) else {})
-        text = list(load_documents(data, split=split, text_field=text_field, tokenizer=tokenizer))
+        reading: dict[str, Any] = {"text_field": text_field, "tokenizer": tokenizer}
+        split = split or scored_split(data, attachment(model).provenance if is_attached(model) else {}, **reading)
+        text = list(load_documents(data, split=split, **reading))
         title: str | None = str(data) if split is None else f"{data} ({split})"
     else:
         kind = "packed blocks" if isinstance(data, TokenBlocks) else "documents"
@@ -124,24 +126,34 @@ def evaluate(
     )
 
 
-def scored_split(source: str | Path, provenance: Mapping[str, Any]) -> str | None:
+def scored_split(source: str | Path, provenance: Mapping[str, Any], **reading: Any) -> str | None:
     """Return the part of a source that is scored where none is named: what was held out of training, else all of it.
 
+    `reading` is for `load_documents`, of text that was trained on under another name.
+
     Warns:
-        UserWarning: If nothing was held out of the training.
+        UserWarning: If nothing was held out of the training, or it cannot be told what.
     """
     stages = [stage for stage in provenance.values() if isinstance(stage, dict) and isinstance(stage.get("text"), str)]
-    splits = [stage.get("split", "train") for stage in stages if is_same_source(stage["text"], source)]
-    if None in splits:
-        warnings.warn(
-            f"this model was trained on all of {source}, so what is scored is training text; score another text, or "
-            "train with a part held out",
-            stacklevel=3,
-        )
-        return None
     # The parts of a mixture may have splits of their own, or none.
-    has_split = source == PYTHON_DOCS or bool(mixture(source)) or is_data_set(source)
-    return "heldout" if has_split or splits else None
+    has_split = bool(mixture(source)) or read_split(source, None) is not None
+    split = all_of_it = "heldout" if has_split else None
+    for stage in stages:
+        for text, part in product(mixture(stage["text"]) or [stage["text"]], mixture(source) or [source]):
+            is_alike = is_held_out_alike(text, part, **reading)
+            if is_alike is None:
+                continue
+            split, way = "heldout", f"score another text, or {text}"
+            if read_split(text, stage.get("split", "train")) is None:
+                reason = f"all of {text}, so what is scored of it is training text"
+                way = "score another text, or train with a part held out"
+            elif is_alike:
+                continue
+            else:
+                reason = f"{text}, which shares text with {part} and does not hold out the same of it"
+            warnings.warn(f"this model was trained on {reason}; {way}", stacklevel=3)
+            return all_of_it
+    return split
 
 
 @contextmanager

@@ -50,6 +50,8 @@ class Materials:
             # What is scored is held out of the training then.
             scoring = replace(scoring, data=None)
         self._scoring = scoring
+        # What is trained on, and what a run that goes on from an adapter adds: that it was before.
+        self.trained: dict[str, Any] = {} if scoring.data is None else {"run": {"text": run.data, "split": None}}
         self._tasks = tasks or ScoredTasks()
         self._max_tokens = max_tokens
         self._stages, self._distils = stages, distils
@@ -75,7 +77,11 @@ class Materials:
         if self._scoring.tokens == 0:
             return None, ""
         documents, name = held_out_documents(
-            self._run.data, self._scoring, text_field=self._run.text_field, tokenizer=self.tokenizer
+            self._run.data,
+            self._scoring,
+            text_field=self._run.text_field,
+            tokenizer=self.tokenizer,
+            provenance=self.trained,
         )
         say(f"held out {name}: {len(documents)} documents")
         return documents, name

@@ -131,6 +131,7 @@ class Run:
         # the dense model is measured untouched.
         load(self._model, find_adapter(adapter))
         steers = attachment(self._model).plan.is_routed
+        self._materials.trained |= attachment(self._model).provenance
         detach(self._model)
         blocks = self._materials.check_text(self._request.recover)
         if self._dry_run:

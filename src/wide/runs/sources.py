@@ -190,13 +190,15 @@ def held_out_documents(
 
     Args:
         source: The training source, for an evaluation that names no source of its own.
-        provenance: Of a model that was trained before, which says on what.
+        provenance: What the model was trained on, or will be, as adapters keep it.
     """
     name, split = options.data or source, options.split
+    reading: dict[str, Any] = {"text_field": text_field, "tokenizer": tokenizer}
     if split is None:
-        split = "heldout" if options.data is None else scored_split(name, provenance or {})
+        split = scored_split(name, provenance or {}, **reading)
+        split = "heldout" if options.data is None else split
     try:
-        documents = _enough(load_documents(name, split=split, text_field=text_field, tokenizer=tokenizer), options)
+        documents = _enough(load_documents(name, split=split, **reading), options)
     except DataError as error:
         if options.data is not None:
             raise
