@@ -144,7 +144,8 @@ def test_older_transformers_are_told_of_the_bos_that_a_gguf_file_asks_for(versio
     file, inner = tmp_path / "a.gguf", Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2}, unk_token="<unk>"))
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>")
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
-    monkeypatch.setattr(transformers, "__version__", version)
+    # By name: transformers replaces its module while it is imported, and this file may have the one before.
+    monkeypatch.setattr("transformers.__version__", version)
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_add_bos_token(asked)
     writer.write_header_to_file()
