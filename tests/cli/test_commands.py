@@ -317,9 +317,11 @@ def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder
         *("--tokens=128", "--window=32", "--dtype=float32", "--device=cpu"),
     ]
     assert main([*given, "--json", "--output", str(tmp_path / "e")]) == 0
-    printed = capsys.readouterr().out
-    found = json.loads(printed[: printed.rindex("}") + 1])
+    printed, said = capsys.readouterr()
+    # Nothing else is on stdout, whoever says it.
+    found = json.loads(printed)
     assert found == json.loads((tmp_path / "e" / "evaluation.json").read_text())
+    assert f"written to {tmp_path / 'e'}" in said
     records = read_records(tmp_path / "e" / "records.jsonl")[0]
     assert {record.device for record in records} == {f"cpu, {torch.get_num_threads()} threads"}
     assert main(["report", str(tmp_path / "e")]) == 0

@@ -1,11 +1,12 @@
 """`wide eval`: perplexity and tasks of a model, pruned and dense."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from wide.cli.arguments import Arguments
 from wide.errors import UsageError
@@ -56,7 +57,13 @@ def arguments() -> Arguments:
 
 def run(given: Sequence[str]) -> None:
     flags = arguments()
-    values = flags.parse(given)
+    values, printed = flags.parse(given), sys.stdout
+    # Who reads JSON from stdout gets nothing else.
+    with redirect_stdout(sys.stderr) if values["json"] else nullcontext():
+        _run(flags, values, given, printed)
+
+
+def _run(flags: Arguments, values: Mapping[str, Any], given: Sequence[str], printed: TextIO) -> None:
     options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
     if scoring.tokens == 0:
         scoring = replace(scoring, data=None)
@@ -76,7 +83,7 @@ def run(given: Sequence[str]) -> None:
     scoring.require_found()
     folder = None if tasks.output is None else flags.folder(values)
     report, routing, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
-    say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table())
+    say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table(), file=printed)
     if folder is None:
         return
     writes = is_main_process()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 LOCK = "lock"
 """Name of the file in a folder that is locked by who works there; it stays, because others may be waiting at it."""
@@ -45,10 +46,10 @@ def ends_first() -> bool:
         return True
 
 
-def say(text: str = "") -> None:
-    """Print a line from the main process, at once."""
+def say(text: str = "", file: TextIO | None = None) -> None:
+    """Print a line from the main process, at once; None stands for stdout."""
     if is_main_process():
-        print(text, flush=True)
+        print(text, file=file, flush=True)
 
 
 @contextmanager
