@@ -576,6 +576,14 @@ def test_recover_never_overwrites_the_adapter_it_reads(finished, tiny_model_fold
     assert sorted(finished.rglob("*")) == before
 
 
+def test_eval_never_overwrites_what_it_reads(finished, tiny_model_folder, prose_folder, capsys):
+    given = ["--model", str(tiny_model_folder), "--adapter", str(finished), "--data", str(prose_folder)]
+    before = sorted(finished.rglob("*"))
+    assert main(["eval", *given, "--output", str(finished), "--overwrite"]) == 1
+    assert f"--output {finished} holds or is part of --adapter {finished}" in capsys.readouterr().err
+    assert sorted(finished.rglob("*")) == before
+
+
 def test_recover_refuses_lora_of_another_size(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
     code = main(
         [

@@ -86,7 +86,7 @@ def test_only_checkpoints_that_are_not_exported_are_replaced(where, tiny_model_f
     given = ["export", "--model", str(tmp_path / "base"), "--adapter", str(tmp_path / "adapter"), "--device=cpu"]
     assert main([*given, "--output", str(tmp_path / where), "--overwrite"]) == 1
     said = capsys.readouterr().err
-    assert ("holds what is to be exported" if where == "base" else "exists already; name a new folder") in said
+    assert ("base; choose another folder" if where == "base" else "exists already; name a new folder") in said
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -51,6 +51,40 @@ def test_a_run_that_was_killed_locks_nobody_out(tmp_path):
         run.claim()
 
 
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", "{}/run/base"),
+        ("model", "{}/run"),
+        ("adapter", "{}/run"),
+        ("adapter", "{}/link"),
+        ("adapter", "{}/run/adapter"),
+        ("data", "{}/run/base/*.jsonl"),
+        ("data", "{}/run/base"),
+        ("data", "{}"),
+        ("data", "python-docs=1,{}/run/base/a.jsonl=1"),
+        ("local_data", "{}/run"),
+    ],
+)
+def test_what_is_read_is_never_replaced(key, value, how, tmp_path):
+    for name in ("base", "adapter"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/base/a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "run/config.yaml").write_text("steps: 1\n")
+    (tmp_path / "link").symlink_to(tmp_path / "run/adapter")
+    value = value.format(tmp_path)
+    for config, flag in (({key: value}, f"--{key}"), ({"eval": {key: value}}, f"--eval.{key}")):
+        with pytest.raises(ConfigError, match=rf"run holds or is part of {flag} .*; choose another folder"):
+            folder(tmp_path / "run", config, **how)
+    # Beside what is read, or in a folder of a model or a run, there is room.
+    folder(
+        tmp_path / "run/eval", {"model": str(tmp_path / "run"), "adapter": str(tmp_path / "run"), "data": "python-docs"}
+    )
+    folder(tmp_path / "other", {key: value} if value != str(tmp_path) else {}, **how)
+    assert (tmp_path / "run/base/a.jsonl").is_file()
+
+
 def test_processes_that_share_a_comparison_keep_others_out(tmp_path):
     with folder(tmp_path / "run", shared=True) as first, folder(tmp_path / "run", shared=True) as second:
         first.claim()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from wide.cli.arguments import Arguments
 from wide.errors import ConfigError, UsageError
+from wide.runs.folder import require_apart
 from wide.runs.process import say
 from wide.runs.settings import AdapterOptions, build
 from wide.writing import whole_folder
@@ -44,7 +45,8 @@ def run(given: Sequence[str]) -> None:
     if options.adapter is None:
         raise UsageError("name what is to be exported with --adapter: an adapter's folder, or that of its run")
     target = Path(wanted.output)
-    _check_target(target, [options.model, options.adapter], overwrite=values["overwrite"])
+    _check_target(target, overwrite=values["overwrite"])
+    require_apart(target, values)
     from wide.data.progress import loading
     from wide.data.tokenizer import load_tokenizer
     from wide.materialisation.checkpoint import HOW_TO_LOAD
@@ -81,14 +83,12 @@ def run(given: Sequence[str]) -> None:
     say(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}){first}; wide eval and wide generate, too")
 
 
-def _check_target(target: Path, sources: Sequence[str], *, overwrite: bool) -> None:
+def _check_target(target: Path, *, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite or not (target / "config.json").is_file():
         way = "" if overwrite else ", or replace the checkpoint in it with --overwrite"
         raise ConfigError(f"{target} exists already; name a new folder with --output{way}")
-    if any(Path(source).resolve().is_relative_to(target.resolve()) for source in sources):
-        raise ConfigError(f"--output {target} holds what is to be exported; choose another folder")
 
 
 def _write(model: Any, how: str, folder: Path) -> bool:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from wide.cli.arguments import Arguments
 from wide.config import ObjectiveConfig, RecoverConfig, recorded_objective
-from wide.errors import AdapterError, ConfigError, UsageError
+from wide.errors import AdapterError, UsageError
 from wide.runs.process import stoppable
 from wide.runs.settings import EvalOptions, LoraOptions, RunOptions, RunRequest, SampleOptions, build
 from wide.schema import typed
@@ -51,9 +50,7 @@ def run(given: Sequence[str]) -> None:
     scoring = build(EvalOptions, values, group="eval")
     options.require_found()
     scoring.require_found()
-    if Path(start.adapter).resolve().is_relative_to(Path(options.output).resolve()):
-        # --overwrite would delete the adapter that is still to be read.
-        raise ConfigError(f"--output {options.output} holds the adapter that is to be recovered; choose another folder")
+    folder = flags.folder(values)
     asked = RunRequest(
         run=options,
         objective=objective_after(start.adapter, start.sparsity),
@@ -64,7 +61,6 @@ def run(given: Sequence[str]) -> None:
     )
     from wide.runs.run import Run
 
-    folder = flags.folder(values)
     with stoppable(folder.kept), folder:
         Run(asked, folder, command=["wide", "recover", *given], dry_run=values["dry_run"]).recover(start.adapter)
 

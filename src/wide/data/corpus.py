@@ -91,6 +91,11 @@ def reads(source: str | Path, path: str | Path) -> bool:
     return any(each.is_dir() and Path(path).resolve().is_relative_to(each.resolve()) for each in folders)
 
 
+def files_read(source: str | Path) -> set[Path]:
+    """Return the local files that a source, or the parts of a mixture, train on; a data set on disk as its folder."""
+    return {file for name in mixture(source) or (source,) for file in _names_of_files(name)}
+
+
 def is_same_source(recorded: str, source: str | Path) -> bool:
     """Return whether a source is the one whose name was recorded, perhaps in another working folder."""
     if recorded == str(source) or not _is_local(source):

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from wide.config import BEFORE
+from wide.data.corpus import files_read, reads
 from wide.errors import ConfigError, UsageError
 from wide.records import CELLS, COMPARISON, GRID, RECORDS, RecordFile, fingerprint
 from wide.runs.process import LOCK, held, is_main_process, say
@@ -26,6 +27,8 @@ _PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "figures")
 # How a run is carried out, not what it is: left out of the saved configuration.
 _NOT_SAVED = {"config", "print_config", "debug", "resume", "overwrite", "dry_run", "json", "shard", "table", "help"}
 _NOT_SAVED |= {"parallel"}
+# What commands read; of any group.
+_READ = {"model", "adapter", "data", "local_data"}
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
@@ -33,8 +36,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     The system gives the lock back when the process ends, by `kill -9` too. Raises UsageError if both are asked for;
     ConfigError if the folder cannot be written to, is not empty and neither was asked for, holds something else than a
-    run, another process writes there, or the run to be continued had other settings. Nothing is written or removed
-    then.
+    run or something that the command reads, another process writes there, or the run to be continued had other
+    settings. Nothing is written or removed then.
 
     Args:
         config: The values of all keys of the command, JSON-ready; those that say how a run is carried out are not kept.
@@ -60,6 +63,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if resume and overwrite:
             raise UsageError("--resume continues a run and --overwrite replaces it; choose one")
         if is_main_process():
+            if not self.resume:
+                require_apart(self.path, config)
             self._check()
             if (self.path / LOCK).exists():
                 # Nothing is written: what is refused later shall leave no trace.
@@ -179,6 +184,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 f"the run in {self.path} had other settings ({words}); continue it with --config {saved}, or start "
                 "anew with --overwrite or another --output"
             )
+
+
+def require_apart(output: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds what a command reads, or lies in text of it: it would be replaced, or become text."""
+    for key, value in flatten(config).items():
+        name = key.rpartition(".")[2]
+        if name in _READ and isinstance(value, str):
+            read = files_read(value) if name == "data" else [Path(value).expanduser()]
+            held = any(each.exists() and each.resolve().is_relative_to(output.resolve()) for each in read)
+            if held or (name == "data" and reads(value, output)):
+                raise ConfigError(f"--output {output} holds or is part of --{key} {value}; choose another folder")
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
