@@ -11,6 +11,7 @@ import pytest
 
 from wide.cli.main import main
 from wide.errors import ConfigError
+from wide.report.reading import read_profile
 from wide.runs.folder import RunFolder
 
 
@@ -83,6 +84,21 @@ def test_what_is_read_is_never_replaced(key, value, how, tmp_path):
     )
     folder(tmp_path / "other", {key: value} if value != str(tmp_path) else {}, **how)
     assert (tmp_path / "run/base/a.jsonl").is_file()
+
+
+def test_speeds_of_the_run_that_is_replaced_go_with_it(tmp_path):
+    for place in ("endtoend.json", "profile/endtoend.json", "profile/mine.json", "bench/coarse/operators.json"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text('{"records": []}')
+    (tmp_path / "config.yaml").write_text("steps: 1\n")
+    with folder(tmp_path, resume=True) as run:
+        run.claim()
+    assert len(read_profile(tmp_path).files) == 3
+    with folder(tmp_path, overwrite=True) as run:
+        run.claim()
+    assert not read_profile(tmp_path).files
+    # What wide did not write stays.
+    assert (tmp_path / "profile/mine.json").is_file()
 
 
 def test_processes_that_share_a_comparison_keep_others_out(tmp_path):

@@ -11,7 +11,8 @@ from wide.report.selection import Selection
 from wide.report.speed import BENCH_FILES, Profile, bench_file
 from wide.writing import write_whole
 
-_PLACES = (".", "coarse", "profile", "bench", "bench/coarse")
+BENCHES = [f"{place}/{name}" for place in (".", "coarse", "profile", "bench", "bench/coarse") for name in BENCH_FILES]
+"""Where files of benches lie in the folder of a run or a bench."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ def read_profile(path: Path) -> Profile:
     """
     kept = _kept_profiles(path / STUDY).get(None, Profile()) if (path / STUDY).is_file() else Profile()
     files = [*kept.files]
-    for file in (path / place / name for place in _PLACES for name in BENCH_FILES):
+    for file in (path / place for place in BENCHES):
         if file.is_file():
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))

@@ -89,8 +89,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         except ConfigError:
             self._held.close()
             raise
+        from wide.report.reading import BENCHES
+
         (self.path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-        for path in () if self.resume else (self.path / name for name in _PRODUCTS):
+        # The report shows speeds that lie here, and they are those of what is replaced.
+        for path in () if self.resume else (self.path / name for name in (*_PRODUCTS, *BENCHES)):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
