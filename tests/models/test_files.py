@@ -16,6 +16,7 @@ from wide.models import files
 from wide.models.adapter import save
 from wide.models.attach import attach
 from wide.models.files import SUMS
+from wide.models.pretrained import load_pretrained
 
 
 @pytest.fixture
@@ -80,3 +81,18 @@ def test_an_adapter_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
     assert name == "adapter"
     assert {path.name for path in folder.iterdir()} <= before
     assert synced[-1] == tmp_path.name
+
+
+@pytest.mark.parametrize("kind", ["base", "full"])
+def test_the_weights_that_a_model_came_from_are_not_replaced(kind, checkpoint, tmp_path, monkeypatch):
+    make("llama").save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    model = load_checkpoint("full") if kind == "full" else load_pretrained("base", device="cpu")
+    if kind == "base":
+        attach(model, WideConfig(ffn_group_size=16, router_rank=4))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for name in (kind, tmp_path / "full" / ".." / kind):
+        with pytest.raises(AdapterError, match=f"{kind} holds the weights that this model was loaded from; name ano"):
+            save_checkpoint(model, name)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert load_checkpoint(save_checkpoint(model, tmp_path / "new")) is not None

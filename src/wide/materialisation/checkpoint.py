@@ -89,12 +89,16 @@ class PrunedMixin(nn.Module):
     def save_pretrained(self, save_directory: str | PathLike[str], **options: Any) -> None:
         """Save as transformers does, with what says whether the files are whole.
 
-        Raises AdapterError if there is a file of that name, and ConfigError if a sharded model is to be pushed at once.
+        Raises AdapterError if there is a file of that name or the model came from there, and ConfigError if a sharded
+        model is to be pushed at once.
         """
         save, upload = super().save_pretrained, super()._upload_modified_files  # type: ignore[misc]
         folder = Path(save_directory)
         if folder.is_file():
             raise AdapterError(f"{folder} is a file; name a folder for the checkpoint")
+        origin = cast(Any, self.config)._name_or_path
+        if origin and folder.exists() and folder.resolve() == Path(origin).resolve():
+            raise AdapterError(f"{folder} holds the weights that this model was loaded from; name another folder")
 
         def finish_and_upload(place: str, name: str, *args: Any, **more: Any) -> Any:
             self._finish(Path(place), name)
