@@ -22,6 +22,8 @@ from wide.cli.main import main
 from wide.config import ObjectiveConfig, StageConfig
 from wide.data.corpus import load_documents
 from wide.data.tokenizer import load_tokenizer
+from wide.errors import AdapterError
+from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.report.selection import Selection
@@ -226,6 +228,14 @@ def test_a_process_that_is_killed_ends_the_run_with_one_message_and_one_process_
     assert sum(line.startswith("wide:") for line in said.splitlines()) == 1
     assert main(["prune", "--report=false", *given, *long]) == 0
     assert (run / "adapter" / "wide_config.json").is_file()
+
+
+def test_a_run_stands_for_its_adapter_in_python_too(finished, tiny_model_folder):
+    plans = [wide.load(str(tiny_model_folder), path, device="cpu") for path in (finished, str(finished / "adapter"))]
+    assert len({str(attachment(model).plan) for model in plans}) == 1
+    assert wide.load(finished, device="cpu") is not None
+    with pytest.raises(AdapterError, match=f"{finished.parent} is not an adapter.*or a run"):
+        wide.load(str(tiny_model_folder), finished.parent)
 
 
 def test_recover_continues_from_the_adapter(finished, tiny_model_folder, prose_folder, tmp_path):

@@ -107,10 +107,11 @@ def _evaluate(
     from wide.evaluation.tasks import check_tasks
     from wide.models.adapter import read_config
     from wide.models.attach import attachment, detach, is_attached
+    from wide.models.hub import find_adapter
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
     from wide.runs.measuring import routing_of
-    from wide.runs.sources import attach_adapter, check_window, find_adapter, held_out_documents, load_base
+    from wide.runs.sources import attach_adapter, check_window, held_out_documents, load_base
 
     check_tasks(tasks.names, tasks.local_data)
     provenance: dict[str, Any] = {}

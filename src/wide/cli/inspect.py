@@ -53,7 +53,7 @@ def run(given: Sequence[str]) -> None:
             f"got {given_both}"
         )
     if options.adapter is not None:
-        from wide.runs.sources import find_adapter
+        from wide.models.hub import find_adapter
 
         say(describe_adapter(find_adapter(options.adapter)))
     elif options.model is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from wide.cli.arguments import Arguments
 from wide.cli.measuring import noted, require_gpu
 from wide.errors import DataError, EvaluationError, UsageError
+from wide.models.hub import ADAPTER
 from wide.profiling.options import ProfileOptions
 from wide.records import CELLS
-from wide.runs.folder import ADAPTER
 from wide.runs.process import say
 from wide.runs.settings import build
 
@@ -39,7 +39,7 @@ def run(given: Sequence[str]) -> None:
         _time_cells(options, cells, given)
         return
     if options.adapter is not None:
-        from wide.runs.sources import find_adapter
+        from wide.models.hub import find_adapter
 
         options = replace(options, adapter=str(find_adapter(options.adapter)))
     if not _profile(options, Path(str(options.output)), given):

@@ -71,7 +71,7 @@ def objective_after(name: str, sparsity: float | None) -> ObjectiveConfig:
     Without routers there is nothing to steer, and LoRA alone is trained.
     """
     from wide.models.adapter import read_config
-    from wide.runs.sources import find_adapter
+    from wide.models.hub import find_adapter
 
     folder = find_adapter(name)
     config = read_config(folder)

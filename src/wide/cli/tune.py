@@ -110,7 +110,7 @@ def layers(options: TuneOptions) -> "list[TunedLayer]":
     specs = discover(load_skeleton(options.model))
     if options.adapter is not None:
         from wide.models.adapter import read_config
-        from wide.runs.sources import find_adapter
+        from wide.models.hub import find_adapter
 
         return tuned_layers(specs, read_config(find_adapter(options.adapter))["plan"], options.weights)
     given: dict[str, Any] = {

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from wide.comparison.grid import CompareRequest
 from wide.errors import ConfigError
+from wide.models.hub import ADAPTER
 from wide.records import CELLS, RECORDS, Cell, Record, RecordFile, Stage
 from wide.report.comparison import FINISHED
-from wide.runs.folder import ADAPTER, RunFolder
+from wide.runs.folder import RunFolder
 from wide.runs.process import held
 
 RECOVERED, TRAINING = "recovered", "training"

@@ -20,11 +20,12 @@ from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
+from wide.models.hub import ADAPTER
 from wide.records import COMPARISON, GRID, Cell, Record, Stage
 from wide.report.comparison import FINISHED, read_comparison
 from wide.report.comparison_tables import to_text
 from wide.report.folders import draw_comparison
-from wide.runs.folder import ADAPTER, RunFolder
+from wide.runs.folder import RunFolder
 from wide.runs.materials import Materials
 from wide.runs.process import say, stoppable
 from wide.runs.sources import require_lora

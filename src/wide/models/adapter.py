@@ -22,7 +22,7 @@ from wide.models.attach import Attachment, attach, attachment, detach
 from wide.models.card import PLACE, finish_folder
 from wide.models.discovery import discover
 from wide.models.files import sha256_of
-from wide.models.hub import local_folder, upload
+from wide.models.hub import find_adapter, upload
 from wide.models.lora import OWN_LORA, copy_strictly, load_lora
 from wide.models.pretrained import (
     LOADING,
@@ -174,7 +174,7 @@ def load(
     Args:
         model_or_name: The base model, without routers, or its name or folder for `from_pretrained`. Without `path` it
             is the adapter, and the base is loaded by the name that the adapter has recorded.
-        path: Folder written by `save`, or the adapter's name on the Hub, `user/name` or `user/name@revision`.
+        path: Folder written by `save`, that of a run, or the name on the Hub, `user/name` or `user/name@revision`.
         check_weights: Whether the sample of base weights must agree; False admits a fine-tuned sister checkpoint.
         load_options: For `from_pretrained`, where a name is given; `token` and `cache_dir` are for the adapter, too.
 
@@ -188,7 +188,7 @@ def load(
     if path is None and isinstance(model_or_name, nn.Module):
         raise AdapterError("name the adapter that this model gets: wide.load(model, adapter)")
     hub_options = {key: load_options[key] for key in ("token", "cache_dir") if key in load_options}
-    folder = local_folder(str(model_or_name if path is None else path), **hub_options)
+    folder = find_adapter(str(model_or_name if path is None else path), **hub_options)
     config = read_config(folder)
     if path is None:
         model_or_name = config["base"]["name_or_path"]

@@ -7,16 +7,20 @@ from wide.data.local_names import is_path, is_repository, missing_folder
 from wide.errors import AdapterError
 from wide.models.card import CARD_FILE, PLACE
 
+ADAPTER = "adapter"
+"""Folder of a run that holds its adapter."""
 # What wide, PEFT and transformers write for others to load; what is pickled is left behind.
 _SUFFIXES = {".safetensors", ".json", ".md", ".jinja", ".model", ".txt"}
 
 
-def local_folder(name: str, *, token: str | bool | None = None, cache_dir: str | Path | None = None) -> Path:
-    """Return the folder of an adapter: the one named, or where the Hub's cache has it, downloaded if need be.
+def find_adapter(name: str, *, token: str | bool | None = None, cache_dir: str | Path | None = None) -> Path:
+    """Return the folder of an adapter: the one named, the one inside a run's folder, or a copy of the Hub's.
 
     `name` is a path, or `user/name` or `user/name@revision` of the Hub. Without a token the one that is logged in
     counts. Raises AdapterError if the Hub does not answer or does not give it.
     """
+    if (Path(name) / ADAPTER).is_dir():
+        return Path(name) / ADAPTER
     repository, _, revision = name.partition("@")
     if Path(name).exists() or not is_repository(repository) or is_path(repository):
         return Path(name)

@@ -14,13 +14,14 @@ import yaml
 from wide.config import BEFORE
 from wide.data.corpus import files_read, reads
 from wide.errors import ConfigError, UsageError
+from wide.models.hub import ADAPTER
 from wide.records import CELLS, COMPARISON, GRID, RECORDS, RecordFile, fingerprint
 from wide.runs.process import LOCK, held, is_main_process, say
 from wide.schema import flatten
 from wide.version import __version__
 from wide.writing import is_unfinished, write_whole
 
-CONFIG, ADAPTER = "config.yaml", "adapter"
+CONFIG = "config.yaml"
 _OF_A_RUN = (ADAPTER, "stage1", "stage2", "dense", "tensorboard", RECORDS, "evaluation.json", CONFIG)
 _OF_A_COMPARISON = (CELLS, GRID, COMPARISON, "table.md", "table.csv")
 _PRODUCTS = (*_OF_A_RUN, *_OF_A_COMPARISON, "report.html", "figures")

@@ -15,16 +15,17 @@ from wide.methods.method import Target, dense_plan
 from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, is_attached, plan_for
 from wide.models.discovery import discover
+from wide.models.hub import ADAPTER
 from wide.models.pretrained import choose_device, load_skeleton
 from wide.report.drawing import require_matplotlib
-from wide.runs.folder import ADAPTER, RunFolder
+from wide.runs.folder import RunFolder
 from wide.runs.forecast import Forecast, check_fits
 from wide.runs.materials import Materials
 from wide.runs.measuring import training_records
 from wide.runs.process import num_processes, say
 from wide.runs.results import BOARD, DENSE_ADAPTED, RunResults
 from wide.runs.settings import PruneRequest, RunRequest, flags_named
-from wide.runs.sources import chosen_dtype, find_adapter, require_lora
+from wide.runs.sources import chosen_dtype, require_lora
 from wide.training.checkpoint import has_checkpoint
 from wide.training.modes import rehearsal
 from wide.training.parallel import DataParallel
@@ -129,20 +130,20 @@ class Run:
         assert self._request.recover is not None
         # Attached once before texts are read and anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
-        load(self._model, find_adapter(adapter))
+        load(self._model, adapter)
         steers = attachment(self._model).plan.is_routed
         self._materials.trained |= attachment(self._model).provenance
         detach(self._model)
         blocks = self._materials.check_text(self._request.recover)
         if self._dry_run:
-            load(self._model, find_adapter(adapter))
+            load(self._model, adapter)
             Forecast(self._request, self._materials, self._folder.config).recover(blocks)
             say(f"\n{self._folder.kept()}")
             return
         self._results.begin(_in_words(objective) if steers else _UNSTEERED, objective.sparsity, self._command)
         self._results.measure("dense")
         self._adapt_dense(blocks)
-        load(self._model, find_adapter(adapter))
+        load(self._model, adapter)
         self._results.measure("stage 1")
         self._recover(blocks, "stage 1+2", objective)
         self._results.finish(time.monotonic() - self._began)

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from wide.evaluation.evaluate import scored_split
 from wide.kernels.native.build import cache_folder
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load
-from wide.models.hub import local_folder
 from wide.models.pretrained import (
     choose_device,
     is_pruned_checkpoint,
@@ -31,7 +29,6 @@ from wide.models.pretrained import (
     load_skeleton,
 )
 from wide.models.thresholds import set_sparsity
-from wide.runs.folder import ADAPTER
 from wide.runs.process import num_processes, say
 from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel
 from wide.training.memory import needed
@@ -158,15 +155,9 @@ def attach_adapter(model: Any, options: AdapterOptions) -> None:
     model is attached already.
     """
     assert options.adapter is not None
-    load(model, find_adapter(options.adapter))
+    load(model, options.adapter)
     if options.sparsity is not None:
         set_sparsity(model, options.sparsity)
-
-
-def find_adapter(name: str) -> Path:
-    """Return the adapter's folder: the one named, the one inside a run's folder, or a copy of the Hub's."""
-    inside = Path(name) / ADAPTER
-    return inside if inside.is_dir() else local_folder(name)
 
 
 def check_window(options: EvalOptions, model: Any) -> None:
