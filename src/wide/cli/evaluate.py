@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from wide.cli.arguments import Arguments
 from wide.errors import UsageError
@@ -60,42 +60,40 @@ def run(given: Sequence[str]) -> None:
     values, printed = flags.parse(given), sys.stdout
     # Who reads JSON from stdout gets nothing else.
     with redirect_stdout(sys.stderr) if values["json"] else nullcontext():
-        _run(flags, values, given, printed)
-
-
-def _run(flags: Arguments, values: Mapping[str, Any], given: Sequence[str], printed: TextIO) -> None:
-    options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
-    if scoring.tokens == 0:
-        scoring = replace(scoring, data=None)
-    if scoring.data is None and not tasks.names:
-        raise UsageError("nothing to evaluate: name text with --data (and no --tokens 0), tasks with --tasks, or both")
-    # On the command line only: a file may serve evaluations with tasks and without.
-    flagged = {word.partition("=")[0] for word in given}
-    for name, value in () if tasks.names else (("local_data", tasks.local_data), ("limit", tasks.limit)):
-        if value is not None and f"--{name}" in flagged:
-            words = "is for tasks, and none is named; name some with --tasks, or leave it out"
-            raise UsageError(f"--{name} {value} {words}")
-    if values["fused"] and options.adapter is None:
-        raise UsageError("--fused runs an adapter's routers: give --adapter, too")
-    if tasks.weights != "model" and not values["fused"]:
-        raise UsageError(f"--weights {tasks.weights} is for the fused operators: give --fused, too")
-    options.require_found()
-    scoring.require_found()
-    folder = None if tasks.output is None else flags.folder(values)
-    report, routing, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
-    say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table(), file=printed)
-    if folder is None:
-        return
-    writes = is_main_process()
-    with folder if writes else nullcontext():
-        if writes:
-            folder.claim()
-            file = _write(folder, report, device)
-        # Scores are there already; all processes of a model measure its routing.
-        found = list(routing())
-        if writes:
-            file.append(found)
-            say(f"written to {folder.path}")
+        options, scoring, tasks = build(AdapterOptions, values), build(EvalOptions, values), build(TaskOptions, values)
+        if scoring.tokens == 0:
+            scoring = replace(scoring, data=None)
+        if scoring.data is None and not tasks.names:
+            raise UsageError(
+                "nothing to evaluate: name text with --data (and no --tokens 0), tasks with --tasks, or both"
+            )
+        # On the command line only: a file may serve evaluations with tasks and without.
+        flagged = {word.partition("=")[0] for word in given}
+        for name, value in () if tasks.names else (("local_data", tasks.local_data), ("limit", tasks.limit)):
+            if value is not None and f"--{name}" in flagged:
+                words = "is for tasks, and none is named; name some with --tasks, or leave it out"
+                raise UsageError(f"--{name} {value} {words}")
+        if values["fused"] and options.adapter is None:
+            raise UsageError("--fused runs an adapter's routers: give --adapter, too")
+        if tasks.weights != "model" and not values["fused"]:
+            raise UsageError(f"--weights {tasks.weights} is for the fused operators: give --fused, too")
+        options.require_found()
+        scoring.require_found()
+        folder = None if tasks.output is None else flags.folder(values)
+        report, routing, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
+        say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table(), file=printed)
+        if folder is None:
+            return
+        writes = is_main_process()
+        with folder if writes else nullcontext():
+            if writes:
+                folder.claim()
+                file = _write(folder, report, device)
+            # Scores are there already; all processes of a model measure its routing.
+            found = list(routing())
+            if writes:
+                file.append(found)
+                say(f"written to {folder.path}")
 
 
 def _evaluate(

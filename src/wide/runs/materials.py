@@ -76,13 +76,8 @@ class Materials:
         """The held-out documents and what to call them; None and '' where no text is scored."""
         if self._scoring.tokens == 0:
             return None, ""
-        documents, name = held_out_documents(
-            self._run.data,
-            self._scoring,
-            text_field=self._run.text_field,
-            tokenizer=self.tokenizer,
-            provenance=self.trained,
-        )
+        run, told = self._run, {"tokenizer": self.tokenizer, "provenance": self.trained}
+        documents, name = held_out_documents(run.data, self._scoring, text_field=run.text_field, **told)
         say(f"held out {name}: {len(documents)} documents")
         return documents, name
 
