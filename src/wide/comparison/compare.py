@@ -1,6 +1,6 @@
 """`wide.compare`: a comparison from Python."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from wide.report.comparison import read_comparison
 from wide.report.comparison_tables import lines, to_text
 from wide.runs.folder import RunFolder
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks
+from wide.schema import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +99,10 @@ def compare(
 
     Source: paper, section 4.2 (tables 1 and 2).
     """
+    require(Mapping | None, variants, "variants", "a mapping of names to settings")
     grid = GridOptions(
-        methods=",".join(methods),
-        variants=None if variants is None else {name: dict(entry) for name, entry in variants.items()},
+        methods=_listed(methods),
+        variants=None if variants is None else dict(variants),
         sparsities=_listed(sparsities),
         match=match,
         seeds=_listed(seeds),
@@ -112,7 +114,7 @@ def compare(
     scoring = EvalOptions(
         data=None if held_out is None else str(held_out), tokens=tokens, window=window, batch_size=batch_size
     )
-    scored = ScoredTasks(tasks=",".join(tasks), local_data=None if local_data is None else str(local_data), limit=limit)
+    scored = ScoredTasks(tasks=_listed(tasks), local_data=None if local_data is None else str(local_data), limit=limit)
     given, lora = settings or {}, recover or RecoverConfig()
     # As the command parses and saves it.
     values = {
@@ -134,8 +136,9 @@ def compare(
     return ComparisonResult(folder=Path(output), rows=tuple(lines(found)), table=to_text(found))
 
 
-def _listed(values: Sequence[Any]) -> Any:
-    # As the command line reads it: one number is a number.
+def _listed(values: Any) -> Any:
+    # As the command line reads it: one number is a number, and stands alone.
+    values = values if isinstance(values, Iterable) and not isinstance(values, str) else [values]
     return values[0] if len(values) == 1 else ",".join(map(str, values))
 
 

@@ -56,8 +56,7 @@ def load_documents(
             its sources that does.
         split: 'train' or 'heldout' (one document in ten, by a hash of its name; of few documents the last tenth of
             each). A data set's own splits stand for these where it has them (held out is 'test', else 'validation'),
-            and can be named. None is what `read_split` says: 'train' of 'python-docs' and of a data set, and all
-            documents of files.
+            and can be named. None means 'train' of 'python-docs' and of a data set, and all documents of files.
         text_field: Field that holds the text, or a chat's messages, where rows have fields; rows without 'text' that
             have 'messages' are chats.
         max_documents: Stop after so many.
@@ -135,23 +134,18 @@ def is_held_out_alike(recorded: str, source: str | Path, **reading: Any) -> bool
 def _names_of_files(source: str | Path) -> dict[Path, str]:
     """Return the local files that a source trains on, what `save_to_disk` wrote as one, and their documents' names."""
     folder = Path(source).expanduser()
-    if not _is_local(source):
-        return {}
     if _is_saved(folder):
         return {(folder / "train" if (folder / _DICT).is_file() else folder).resolve(): folder.name}
     with suppress(DataError):
-        return {path.resolve(): path.name for path in find_files(source)}
+        return {path.resolve(): path.name for path in find_files(source)} if _is_local(source) else {}
     return {}
 
 
 def _kinds_of_names(source: str | Path, reading: Mapping[str, Any]) -> set[bool]:
-    kinds = set[bool]()
     with suppress(DataError):
-        for document in load_documents(source, **reading):
-            kinds.add(is_held_out(document.name))
-            if len(kinds) == 2:
-                break
-    return kinds
+        parts = [load_documents(source, split=split, **reading) for split in ("train", "heldout")]
+        return {is_held_out(next(part).name) for part in parts}
+    return set()
 
 
 def is_streamed(source: str | Path) -> bool:
@@ -166,7 +160,7 @@ def mixture(source: str | Path) -> dict[str, float]:
     Raises DataError if it looks like a mixture, and a share is no positive number or a source is named twice.
     """
     name = str(source)
-    if isinstance(source, Path) or "=" not in name or glob.has_magic(name) or Path(name).expanduser().exists():
+    if isinstance(source, Path) or "=" not in name or glob.has_magic(name) or os.path.exists(Path(name).expanduser()):
         return {}
     parts = [part.strip().rpartition("=") for part in name.split(",")]
     try:
@@ -234,8 +228,11 @@ def _is_local(source: str | Path) -> bool:
     if not str(source).strip():
         # An empty path would be the working folder.
         raise DataError("the name of a text is empty; wanted a file, a folder, a data set or 'python-docs'")
-    if isinstance(source, Path) or Path(source).expanduser().exists():
-        return True
+    try:
+        if isinstance(source, Path) or Path(source).expanduser().exists():
+            return True
+    except OSError as error:
+        raise DataError(f"{str(source)[:40]!r}... is no name ({error.strerror}); give texts as a list") from error
     looks_local = is_path(source) or any(sign in source for sign in "*?[")
     return looks_local or file_type(Path(source)) in TEXT_TYPES or not _HUB_NAME.fullmatch(source)
 

@@ -41,6 +41,15 @@ class Document:
         require_characters(self.text, self.name)
 
 
+def texts_of(data: Any) -> list[str]:
+    """Return texts or documents as texts; raises DataError for anything else, or if they hold anything else."""
+    items = list(data) if isinstance(data, Iterable) and not isinstance(data, Mapping) else [data]
+    for item in items:
+        if not isinstance(item, str | Document):
+            raise DataError(f"data holds {type(item).__name__}, not text; give texts, packed blocks or a source")
+    return [item.text if isinstance(item, Document) else item for item in items]
+
+
 def is_held_out(name: str) -> bool:
     """Return whether the document of this name is kept from training (one in ten, by a hash of the name)."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 10 == 0

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +10,22 @@ from packaging.version import Version
 
 from wide.data.local_names import as_transformers_takes, missing_folder
 from wide.errors import ConfigError, DataError
+from wide.schema import require
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(model: "str | Path | nn.Module") -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a hub name, folder, GGUF file or live model, without remote code.
+def load_tokenizer(model: "str | Path | nn.Module", given: Any = None) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a hub name, folder, GGUF file or live model, without remote code, or the one `given`.
 
     A live model's configuration says where it came from. Raises DataError if there is no tokenizer, the name is a path
     to nothing, of which no hub is asked, or transformers reads a GGUF file's tokenizer wrongly.
     """
+    require(Callable | None, given, "tokenizer", "a tokenizer that is loaded")
+    if given is not None:
+        return given
     from transformers import AutoTokenizer, __version__
 
     is_live = not isinstance(model, str | Path)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wide.data.batches import TokenBlocks
 from wide.data.corpus import PYTHON_DOCS, is_held_out_alike, load_documents, mixture, read_split
-from wide.data.documents import Document
+from wide.data.documents import Document, texts_of
 from wide.data.tokenizer import check_positions, load_tokenizer, longest_input
 from wide.errors import ConfigError
 from wide.evaluation.harness import run_harness
@@ -74,9 +75,11 @@ def evaluate(
     # Wrong names and counts must fail before the first long forward.
     require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
     require(Callable | None, tokenizer, "tokenizer", "a tokenizer that is loaded")
+    tasks = [tasks] if isinstance(tasks, str) else tasks or ()
     check_tasks(tasks, local_data)
-    counts = {"window": window, "batch_size": batch_size, "max_windows": max_windows, "limit": limit}
+    counts = {"window": window, "stride": stride, "batch_size": batch_size, "max_windows": max_windows, "limit": limit}
     for name, count in counts.items():
+        require(Integral | None, count, name, "a whole number")
         if count is not None and count < 1:
             raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
     if data is None and not tasks:
@@ -91,7 +94,8 @@ def evaluate(
         title: str | None = str(data) if split is None else f"{data} ({split})"
     else:
         kind = "packed blocks" if isinstance(data, TokenBlocks) else "documents"
-        text, title = data, None if data is None else f"{len(data)} {kind}"
+        text = data if data is None or isinstance(data, TokenBlocks) else texts_of(data)
+        title = None if text is None else f"{len(text)} {kind}"
     window = window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW)
     if text is not None and not isinstance(text, TokenBlocks):
         check_positions("window", window, model)
@@ -136,8 +140,7 @@ def scored_split(source: str | Path, provenance: Mapping[str, Any], **reading: A
     """
     stages = [stage for stage in provenance.values() if isinstance(stage, dict) and isinstance(stage.get("text"), str)]
     # The parts of a mixture may have splits of their own, or none.
-    has_split = bool(mixture(source)) or read_split(source, None) is not None
-    split = all_of_it = "heldout" if has_split else None
+    split = all_of_it = "heldout" if mixture(source) or read_split(source, None) else None
     for stage in stages:
         for text, part in product(mixture(stage["text"]) or [stage["text"]], mixture(source) or [source]):
             is_alike = is_held_out_alike(text, part, **reading)

@@ -235,9 +235,9 @@ def routing_stats(
     sample: tuple[tuple[int, ...], dict[str, Any]] | None = None
     length = min(sequence_length, longest_input(model) or sequence_length)
     if isinstance(data, str | Path):
-        data = load_blocks(data, tokenizer or load_tokenizer(model), sequence_length=length, split=split)
+        data = load_blocks(data, load_tokenizer(model, tokenizer), sequence_length=length, split=split)
     elif isinstance(data, list | tuple) and any(isinstance(item, str) for item in data):
-        data = blocks_of_texts(data, tokenizer or load_tokenizer(model), sequence_length=length, shorten=True)
+        data = blocks_of_texts(data, load_tokenizer(model, tokenizer), sequence_length=length, shorten=True)
     if isinstance(data, TokenBlocks):
         check_vocabulary(data.largest_id, model)
         data = data.in_order(batch_size, max_blocks=max_blocks)

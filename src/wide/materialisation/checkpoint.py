@@ -49,7 +49,7 @@ from wide.models.pretrained import (
 from wide.models.router import THRESHOLD_NAME, Router
 from wide.models.sharding import is_first_process, is_sharded, reshard, whole
 from wide.models.stream import STREAM_NAME, StreamBasis
-from wide.schema import typed
+from wide.schema import require, typed
 
 HOW_TO_LOAD = f"""import wide  # makes the model known to transformers
 from transformers import AutoModelForCausalLM
@@ -395,6 +395,7 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+    require(str | PathLike, path, "path", "a checkpoint's folder or name")
     wrong = missing_folder(str(path))
     if wrong is not None:
         raise AdapterError(wrong)

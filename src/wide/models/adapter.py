@@ -92,6 +92,7 @@ def save(
         AdapterError: If the folder exists and holds something else, or the Hub refuses.
     """
     state = attachment(model)
+    require(str | Path, path, "path", "a folder")
     require_final_scales(state)
     reason = ""
     if state.lora is not None and state.lora.merged:
@@ -185,6 +186,7 @@ def load(
         ConfigError: If `model_or_name` is neither a model nor a name.
     """
     require(nn.Module | str | Path, model_or_name, "model_or_name", "a model, or its name or folder")
+    require(str | Path | None, path, "path", "an adapter's folder or name (the base comes first)")
     if path is None and isinstance(model_or_name, nn.Module):
         raise AdapterError("name the adapter that this model gets: wide.load(model, adapter)")
     hub_options = {key: load_options[key] for key in ("token", "cache_dir") if key in load_options}

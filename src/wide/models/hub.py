@@ -8,7 +8,6 @@ from wide.errors import AdapterError
 from wide.models.card import CARD_FILE, PLACE
 
 ADAPTER = "adapter"
-"""Folder of a run that holds its adapter."""
 # What wide, PEFT and transformers write for others to load; what is pickled is left behind.
 _SUFFIXES = {".safetensors", ".json", ".md", ".jinja", ".model", ".txt"}
 

@@ -174,6 +174,7 @@ def set_sparsity(model: nn.Module, sparsity: float | None = None, *, threshold: 
     if threshold is None:
         assert sparsity is not None
         threshold = threshold_of(state.thresholds_by_sparsity, sparsity)
+    require(Real, threshold, "threshold", "a number")
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
     _set_thresholds(state.routers(), [float(threshold)] * len(state.routers()))

@@ -158,8 +158,10 @@ def generate(
     """
     require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
     require(str | Sequence, prompt, "prompt", "a text or a list of messages")
+    for message in () if isinstance(prompt, str) else prompt:
+        require(Mapping, message, "prompt", "a text, or messages with role and content")
     options = GenerationOptions(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    tokenizer = tokenizer or load_tokenizer(model)
+    tokenizer = load_tokenizer(model, tokenizer)
     if system is not None:
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         prompt = [{"role": "system", "content": system}, *said]

@@ -160,6 +160,7 @@ def recover(
     state = attachment(model)
     require_tracker(tracker)
     require(RecoverConfig | None, stage, "stage", "a RecoverConfig")
+    require(ObjectiveConfig | None, objective, "objective", "an ObjectiveConfig")
     stage = stage or RecoverConfig()
     train_routers = stage.train_routers and state.plan.is_routed
     if not state.plan.is_routed:
@@ -298,6 +299,7 @@ def _free_folder(output: str | Path | None, resume: bool) -> Path | None:
         if resume:
             raise ConfigError("resume needs the output folder whose checkpoints are to be continued")
         return None
+    require(str | Path, output, "output", "a folder")
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output {folder} is a file; name a folder")

@@ -1,7 +1,7 @@
 """What `data=` may be, turned into batches by step."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,10 +9,9 @@ from torch import nn
 
 from wide.config import StageConfig
 from wide.data.batches import BatchSource, TokenBatch, TokenBlocks, blocks_of_texts, load_blocks
+from wide.data.documents import texts_of
 from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
-from wide.errors import DataError
 from wide.records import fingerprint
-from wide.schema import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,13 +50,12 @@ def batch_source(
         source = cast(BatchSource, data)
     else:
         check_positions("sequence_length", stage.sequence_length, model)
-        require(Callable | None, tokenizer, "tokenizer", "a tokenizer that is loaded")
-        tokenizer = tokenizer or load_tokenizer(model)
+        tokenizer = load_tokenizer(model, tokenizer)
         shape: dict[str, Any] = {"sequence_length": stage.sequence_length, "seed": stage.seed}
         if isinstance(data, str | Path):
             source = load_blocks(data, tokenizer, max_tokens=2 * stage.num_tokens, **shape)
         else:
-            source = blocks_of_texts(_texts(data), tokenizer, **shape)
+            source = blocks_of_texts(texts_of(data), tokenizer, **shape)
     if isinstance(source, TokenBlocks):
         check_vocabulary(source.largest_id, model)
     return source
@@ -79,14 +77,6 @@ def read_batches(
         tokens -= batch.input_ids.numel()
         step += 1
     return pieces
-
-
-def _texts(data: Any) -> Sequence[str]:
-    texts = list(data) if isinstance(data, Iterable) else [data]
-    for item in texts:
-        if not isinstance(item, str):
-            raise DataError(f"data holds {type(item).__name__}, not text; give texts, packed blocks or a source")
-    return texts
 
 
 def describe_source(source: BatchSource) -> dict[str, Any]:
