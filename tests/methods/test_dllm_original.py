@@ -160,6 +160,26 @@ def test_cached_decoding_is_the_full_forward(split, kind, heads):
     torch.testing.assert_close(decoded(model, tokens, split, cache), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_token_whose_values_are_zero_is_not_evicted(kind):
+    from transformers import StaticCache
+
+    model, tokens = routed_model(), ids()
+    with torch.no_grad():
+        # What an embedding of zeros, as of padding_idx, gives in the first layer; all tokens execute there.
+        model.model.embed_tokens.weight[tokens[0, 2]] = 0
+    attachment(model).routers()[0].threshold = float("-inf")
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 4) if kind == "static" else None
+    torch.testing.assert_close(decoded(model, tokens, 5, cache), logits(model, tokens), atol=1e-5, rtol=1e-4)
+
+
+def test_beams_take_their_evicted_tokens_along():
+    model, tokens = routed_model(first_tokens=2), ids()
+    settings = {"do_sample": False, "num_beams": 3, "max_new_tokens": 6, "attention_mask": torch.ones_like(tokens)}
+    found = model.generate(tokens, pad_token_id=0, **settings)
+    assert torch.equal(found, model.generate(tokens, pad_token_id=0, use_cache=False, **settings))
+
+
 def test_lora_cannot_fill_evicted_values():
     model, tokens = routed_model(), ids()
     add_lora(model, rank=2)
@@ -178,8 +198,10 @@ def test_left_padding_changes_nothing(first_tokens):
     found = logits(model, padded, attention_mask=valid, position_ids=positions)[:, 3:]
     torch.testing.assert_close(found, logits(model, tokens), atol=1e-4, rtol=1e-4)
     settings = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
-    long = model.generate(padded, attention_mask=valid, **settings)[:, 3:]
-    assert torch.equal(long, model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings))
+    wanted = model.generate(tokens, attention_mask=torch.ones_like(tokens), **settings)
+    for kind in (None, "static"):
+        found = model.generate(padded, attention_mask=valid, cache_implementation=kind, **settings)
+        assert torch.equal(found[:, 3:], wanted)
 
 
 def test_the_first_tokens_execute_whatever_the_router_says():

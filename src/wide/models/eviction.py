@@ -3,8 +3,9 @@
 What a token sees is `sum_j p_j g_j v_j / sum_j p_j g_j`, with p the attention over all keys and g the gate of each:
 softmax over the executing tokens alone, with a gradient that reaches the gates. Values carry their gate as one more
 channel, so that every attention function computes numerator and denominator in one pass, without a mask of T x T
-entries. The values of evicted tokens are zero, in the cache too, which is how later tokens know them. At a head size of
-256 the channel makes values wider than the memory-saving kernels of CUDA take, so long sequences cost more there.
+entries. In any kind of cache the values of evicted tokens, and only theirs, are zero, which is how later tokens know
+them. At a head size of 256 the channel makes values wider than the memory-saving kernels of CUDA take, so long
+sequences cost more there.
 """
 
 from collections.abc import Callable
@@ -87,17 +88,14 @@ class FirstTokens:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         batch, length = tokens.shape[:2]
-        positions = kwargs.get("position_ids")
-        if kwargs.get("cu_seq_lens_q") is not None and positions is not None:
-            # Continuous batching packs sequences, and says where each token stands.
-            self._control.first = positions < self._count
-            return
-        cache, valid = cache_of(kwargs), kwargs.get("attention_mask")
-        past = 0 if cache is None else int(cache.get_seq_length())
-        if isinstance(valid, Tensor) and valid.dim() == 2:
-            positions = valid.to(torch.int64).cumsum(-1)[:, past : past + length] - 1
-        else:
-            positions = torch.arange(past, past + length, device=tokens.device).expand(batch, -1)
+        valid, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        is_2d = isinstance(valid, Tensor) and valid.dim() == 2
+        # Packed sequences, as of continuous batching, and masks made for a static cache come with positions.
+        if is_2d or positions is None:
+            cache = cache_of(kwargs)
+            past = 0 if cache is None else int(cache.get_seq_length())
+            counted: Any = valid if is_2d else tokens.new_ones(batch, past + length)
+            positions = counted.to(torch.int64).cumsum(-1)[:, past : past + length] - 1
         self._control.first = positions < self._count
 
 
@@ -109,7 +107,10 @@ class _GatedCache:
         self._gate = gate
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.update(key, value * self._gate.to(value.dtype), *args, **kwargs)
+        # Values that are zero without an eviction, as behind an embedding of zeros, become the least number.
+        least = torch.finfo(value.dtype).tiny
+        value = value.masked_fill((value == 0).all(-1, keepdim=True), least) * self._gate.to(value.dtype)
+        return self._cache.update(key, value, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
