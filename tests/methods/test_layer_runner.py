@@ -2,6 +2,7 @@ import pytest
 import torch
 from families import FAMILIES, make, tokens
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from wide.errors import DataError, UnsupportedModelError
 from wide.methods.layer_runner import EditedWeights, LayerRunner
@@ -36,6 +37,24 @@ def test_layers_one_by_one_give_what_the_model_gives(family):
         runner.advance(spec.index)
         torch.testing.assert_close(torch.cat(runner.inputs), expected)
     assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_arguments_that_depend_on_tokens_are_those_of_each_micro_batch():
+    model = make("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=97)
+    specs, ids = discover(model), tokens(5, 13)
+    runner = LayerRunner(model, specs, ids, batch_size=2)
+    for spec, expected in zip(specs, stream_after_layers(model, specs, ids), strict=True):
+        runner.advance(spec.index)
+        torch.testing.assert_close(torch.cat(runner.inputs), expected)
+
+
+def test_arguments_that_are_equal_in_all_micro_batches_are_held_once():
+    model = make("gemma3_text", sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    runner = LayerRunner(model, discover(model), tokens(6, 13), batch_size=2)
+    for first, *others in zip(*runner._calls, strict=True):
+        held = {id(leaf) for leaf in tree_leaves(first) if isinstance(leaf, torch.Tensor)}
+        assert held
+        assert all(id(leaf) in held for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor))
 
 
 def test_observers_see_the_inputs_of_modules_inside_a_layer():

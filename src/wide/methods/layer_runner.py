@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wide.errors import DataError
-from wide.models.block_spec import BlockSpec
+from wide.models.block_spec import BlockSpec, standing_in
 from wide.models.gates import hidden_of, input_of
 
 Observer = Callable[[Tensor], None]
@@ -41,38 +42,48 @@ class LayerRunner:
         self.specs = tuple(specs)
         self.num_tokens = ids.numel()
         self.inputs: list[Tensor] = []
-        # Without padding the arguments depend on the shape alone; only the last micro-batch may be smaller.
-        self._calls: dict[int, list[_Call]] = {}
+        self._calls: list[list[_Call]] = []
+        # What layer, argument and shape got first: what is equal in later micro-batches is held once.
+        self._kept: dict[tuple[int, int, torch.Size], Tensor] = {}
         device = next(model.parameters()).device
         for chunk in ids.split(batch_size):
             self.inputs.append(self._embed(model, chunk.to(device)))
 
     def _embed(self, model: nn.Module, ids: Tensor) -> Tensor:
-        """Return the input of the first layer; note the arguments of all layers if this shape is new."""
+        """Return the input of the first layer, and note the arguments of all; only the first one is run for that."""
         first: list[Tensor] = []
         calls: list[_Call] = []
-        known = len(ids) in self._calls
+        outputs: list[Any] = []
 
         def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not first:
-                first.append(input_of(args, kwargs))
-            calls.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
-            if known or len(calls) == len(self.specs):
+            first.append(input_of(args, kwargs))
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            leaves, form = tree_flatten((args[1:], others))
+            calls.append(tree_unflatten([self._once(len(calls), *leaf) for leaf in enumerate(leaves)], form))
+            if len(calls) == len(self.specs):
                 raise _Stopped
 
         with ExitStack() as hooks:
             for spec in self.specs:
                 hooks.enter_context(spec.layer.register_forward_pre_hook(note, with_kwargs=True))
+            for spec in self.specs[1:]:
+                hooks.enter_context(standing_in(spec.layer, lambda *_args, **_kwargs: outputs[0]))
+            hooks.enter_context(self.specs[0].layer.register_forward_hook(lambda *of: outputs.append(of[2])))
             _run_until_stopped(lambda: model(input_ids=ids, use_cache=False))
-        if not known:
-            self._calls[len(ids)] = calls
+        self._calls.append(calls)
         return first[0]
+
+    def _once(self, layer: int, place: int, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        known = self._kept.setdefault((layer, place, value.shape), value)
+        return known if known.dtype == value.dtype and torch.equal(known, value) else value
 
     @torch.no_grad()
     def call(self, index: int, batch: int) -> Tensor:
         """Return the output of layer `index` on micro-batch `batch` of the current inputs, `[B, T, D]`."""
         hidden = self.inputs[batch]
-        args, kwargs = self._calls[len(hidden)][index]
+        args, kwargs = self._calls[batch][index]
         return hidden_of(self.specs[index].layer(hidden, *args, **kwargs))
 
     @torch.no_grad()
