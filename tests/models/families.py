@@ -97,3 +97,11 @@ def stirred(model: Any) -> Any:
 def tokens(batch: int = 2, length: int = 12, *, seed: int = 0) -> torch.Tensor:
     """Return random token ids `[B, T]` without special tokens."""
     return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_borrowing(**changes: Any) -> Any:
+    """Return a tiny Gemma 4 whose last two layers attend to the keys and values of the first two."""
+    sizes = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+    shared = {"num_kv_shared_layers": 2, "global_head_dim": 8}
+    sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    return make("gemma4_text", **(sizes | shared | changes))

@@ -277,11 +277,13 @@ def head_rows(attention: AttentionSpec, heads: Sequence[int]) -> list[tuple[Any,
         return []
     kv_heads = sorted({head * attention.num_kv_heads // attention.num_query_heads for head in heads})
     rows, kv_rows = (head_channels(each, attention.head_dim) for each in (heads, kv_heads))
-    if attention.key is None or attention.value is None:
+    if attention.key is None:
         first_key = attention.query_width
         first_value = first_key + attention.num_kv_heads * attention.head_dim
         return [(attention.query, torch.cat([rows, first_key + kv_rows, first_value + kv_rows]))]
-    return [(attention.query, rows), (attention.key, kv_rows), (attention.value, kv_rows)]
+    # Gemma 4's global layers have values that are the keys.
+    values = [] if attention.value is None else [(attention.value, kv_rows)]
+    return [(attention.query, rows), (attention.key, kv_rows), *values]
 
 
 def head_channels(heads: Sequence[int], head_dim: int) -> Tensor:

@@ -21,7 +21,7 @@ from wide.materialisation.cut import check_cuttable, cut
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
 from wide.materialisation.stream import bases_around, check_lossless, norm_scales, rotate_embedding, rotate_layer
 from wide.models.attach import attachment, detach
-from wide.models.block_spec import BlockSpec, feed_forward, plain_linear
+from wide.models.block_spec import BlockSpec, feed_forward, plain_linear, require_own_keys
 from wide.models.discovery import discover
 from wide.models.lora import merge_lora
 from wide.plan import EMBEDDING_BASIS, Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
@@ -112,6 +112,8 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
             plain_linear(feed_forward(spec).down, spec.index)
     if how == "masked":
         return
+    if any(isinstance(layer.attention, Kept | Skipped) for layer in plan.layers):
+        require_own_keys(specs, "no head can be cut out. Use how='masked'")
     for spec, layer in zip(specs, plan.layers, strict=True):
         if plan.stream is not None:
             check_lossless(spec)

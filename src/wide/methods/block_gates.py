@@ -23,7 +23,7 @@ from wide.evaluation.perplexity import window_losses
 from wide.methods.calibration import num_predicted
 from wide.methods.method import Effort
 from wide.models.attach import is_attached
-from wide.models.block_spec import BlockSpec, feed_forward, standing_in
+from wide.models.block_spec import BlockSpec, feed_forward, require_own_keys, standing_in
 from wide.models.discovery import discover
 from wide.models.gates import input_of
 from wide.models.observe import judging, model_device
@@ -87,6 +87,7 @@ class BlockGates:
         self.model, self.ids, self.batch_size = model, ids, batch_size
         self.effort = Effort()
         self.specs: tuple[BlockSpec, ...] = discover(model)
+        require_own_keys(self.specs, "layers cannot be left out one by one; take another method")
         for spec in self.specs:
             feed_forward(spec)
 

@@ -1,6 +1,6 @@
 """The parts of one decoder layer by role, with their sizes, and what is asked of them before they are changed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -40,6 +40,7 @@ class AttentionSpec(SublayerSpec):
         num_query_heads: H_q; `num_kv_heads` is H_k.
         head_dim: Channels per head; H_q * head_dim need not equal the hidden size.
         q_norm: Whether queries are normed, per head or over the whole query width.
+        borrows: Whether the keys and values are those of an earlier layer (Gemma 3n and 4).
     """
 
     projections = ("query", "key", "value", "output")
@@ -51,6 +52,7 @@ class AttentionSpec(SublayerSpec):
     num_kv_heads: int
     head_dim: int
     q_norm: NormScope = "none"
+    borrows: bool = False
 
     @property
     def query_width(self) -> int:
@@ -106,6 +108,15 @@ def feed_forward(spec: BlockSpec) -> FeedForwardSpec:
     if spec.ffn is None:
         raise UnsupportedModelError(f"every FFN that is to be pruned must be of a known kind, and {spec.ffn_reason}")
     return spec.ffn
+
+
+def require_own_keys(specs: Iterable[BlockSpec], what: str) -> None:
+    """Raise UnsupportedModelError if a layer takes keys and values of an earlier one; `what` cannot be done then."""
+    for spec in specs:
+        if spec.attention.borrows:
+            raise UnsupportedModelError(
+                f"layer {spec.index} attends to the keys and values of an earlier layer, so {what}"
+            )
 
 
 def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:

@@ -306,7 +306,7 @@ def _layer_cost(spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | N
         ffn_removed=_removed_share(layer.ffn, plan.stream) if spec.ffn is not None else None,
         parameters=_count(spec.layer),
         parameters_removed=_count(spec.layer) if is_gone else removed + _others_removed(spec, layer, plan.stream),
-        kv_heads=spec.attention.num_kv_heads,
+        kv_heads=0 if spec.attention.borrows else spec.attention.num_kv_heads,
         kv_heads_kept=left["key"].rows // spec.attention.head_dim,
         evicts=evicts,
     )
@@ -328,14 +328,15 @@ def _matrices(
     kept = _kept_channels(layer.attention, attention.query_width)
     # A norm over the whole query width needs every query.
     query = attention.query_width if kept and attention.q_norm == "width" else kept
-    key_value = _kept_kv_heads(attention, layer.attention, heads) * attention.head_dim
+    keys = 0 if attention.borrows else _kept_kv_heads(attention, layer.attention, heads) * attention.head_dim
+    values = 0 if attention.key is not None and attention.value is None else keys
     narrow = spec.hidden_size if stream is None else stream.kept
     # The stream that the output head reads has its whole width again.
     after = spec.hidden_size if is_last else narrow
     found = {
         "query": _Matrix(query, narrow, _has_bias(attention.query)),
-        "key": _Matrix(key_value, narrow, _has_bias(attention.key or attention.query)),
-        "value": _Matrix(key_value, narrow, _has_bias(attention.value or attention.query)),
+        "key": _Matrix(keys, narrow, _has_bias(attention.key or attention.query)),
+        "value": _Matrix(values, narrow, _has_bias(attention.value or attention.query)),
         "output": _Matrix(narrow, kept, _has_bias(attention.output) and not isinstance(layer.attention, Skipped)),
     }
     if ffn is not None:

@@ -144,6 +144,7 @@ def _attention(index: int, layer: nn.Module, module: nn.Module, config: Any) -> 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         q_norm=_norm_scope(module, head_dim, num_heads * head_dim),
+        borrows=not fused and _find(module, "k_proj") is None,
         pre_norm=_find(layer, *_ATTENTION_PRE_NORMS),
         post_norm=_post_norm(layer, *_ATTENTION_POST_NORMS),
     )

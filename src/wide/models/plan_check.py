@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.grouping import divisors
-from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, standing_in
+from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, require_own_keys, standing_in
 from wide.models.gates import hidden_of
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, scale_name
 
@@ -34,6 +34,8 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
             "at least 1 stays"
         )
     check_tensors(plan, tensors)
+    if any(isinstance(layer.attention, Routed) and layer.attention.evicts for layer in plan.layers):
+        require_own_keys(specs, "none can evict its own; leave evicts out")
     for spec, layer in zip(specs, plan.layers, strict=True):
         if stream is not None:
             _require_plain_stream(spec)
@@ -165,7 +167,13 @@ def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
         standing_in(spec.attention.module, lambda *_, **__: (attention, None)),
         standing_in(spec.ffn.module, lambda *_, **__: ffn),
     ):
-        return hidden_of(layer.forward(stream))
+        try:
+            return hidden_of(layer.forward(stream))
+        except TypeError as error:
+            raise UnsupportedModelError(
+                f"layer {spec.index} ({type(layer).__name__}) reads more than the stream (inputs of its own, as "
+                "in Gemma 4), so nothing is known of what it adds; leave no sublayer out, and project no stream"
+            ) from error
 
 
 def _probe(spec: BlockSpec, seed: int) -> Tensor:
