@@ -1,13 +1,14 @@
 """Sliced models in use: caches, padding, generation, other attention functions, checkpoints, compilation."""
 
 import copy
+import itertools
 import json
 from dataclasses import asdict
 
 import pytest
 import torch
 from families import FAMILIES, alternating, distinct, make, tokens
-from materialise_plans import depth_plan, number_of_parameters, twins, width_plan
+from materialise_plans import depth_plan, number_of_parameters, stream_plan, twins, width_plan
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
@@ -40,6 +41,28 @@ def mixed(family="llama", **changes):
     layers[2] = LayerPlan(attention=layers[2].attention, ffn=Skipped())
     masked, physical = twins(model, Plan(tuple(layers)), tensors)
     return masked, materialise(physical)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "stream"), *itertools.product(["llama", "gemma3_text", "cohere2"], ["depth", "width"])],
+)
+def test_other_models_of_the_same_configuration_keep_it(family, kind):
+    model = make(family, num_hidden_layers=4)
+    other = type(model)(model.config)
+    before = other.config.to_dict()
+    plans = {
+        "depth": lambda: (depth_plan([(True, True), (False, False), (False, False), (False, True)]), {}),
+        "width": lambda: width_plan(model, [None, [0, 1], None, None], [17, None, None, None]),
+        "stream": lambda: stream_plan(model, 16),
+    }
+    plan, tensors = plans[kind]()
+    sliced = materialise(attach(model, plan, tensors=tensors))
+    assert sliced.config is not other.config
+    assert other.config.to_dict() == before
+    assert type(other.config) is type(make(family).config)
+    configs = {id(module.config) for module in sliced.modules() if "config" in vars(module)}
+    assert configs == {id(sliced.config)}
 
 
 NO_ROPE = {"smollm3": {"no_rope_layers": [1, 0, 1, 0]}}
