@@ -6,8 +6,10 @@ from families import FAMILIES, distinct, make, tokens
 from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, stream_plan
 from safetensors.torch import load_file, save_file
 from test_replaced import dense_plan, sparse_weights
+from transformers import AutoModelForCausalLM
 
 from wide.cli.inspect import describe_adapter
+from wide.config import WideConfig
 from wide.errors import AdapterError, NotAttachedError
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save
@@ -153,6 +155,20 @@ def test_full_checkpoints_of_every_kind_reload(tmp_path, kind):
     else:
         with bypass(again):
             assert torch.equal(logits(again, ids), logits(make("llama"), ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_detached_full_checkpoint_is_saved_as_an_ordinary_model(tmp_path, kind):
+    again = load_checkpoint(save_checkpoint(attached(kind), tmp_path / "checkpoint"))
+    # A model that was built from the same configuration stays what it is.
+    other = type(again)(again.config)
+    detach(again).save_pretrained(tmp_path / "detached")
+    ordinary = AutoModelForCausalLM.from_pretrained(tmp_path / "detached")
+    assert type(ordinary) is type(again) is type(make("llama"))
+    assert torch.equal(logits(ordinary, tokens()), logits(again, tokens()))
+    save_checkpoint(other, tmp_path / "other")
+    attach(again, WideConfig(ffn_group_size=16))
+    assert is_attached(load_checkpoint(save_checkpoint(again, tmp_path / "attached")))
 
 
 @pytest.mark.parametrize("family", distinct(FAMILIES))

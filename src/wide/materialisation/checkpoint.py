@@ -4,6 +4,7 @@
 sizes. A process that has not imported wide refuses such a folder (unknown model type) instead of loading it dense.
 """
 
+import copy
 import functools
 import json
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedConfig
 
 from wide.data.local_names import missing_folder
 from wide.errors import (
@@ -173,6 +175,16 @@ class WideMixin(PrunedMixin):
         finally:
             self._keys_to_ignore_on_save = ignored
 
+    def wide_detached(self) -> None:
+        """Take the classes of the family, so that the model saves as what it is without a plan."""
+        config_class, model_class = ordinary_classes(self)
+        take_own_config(self)
+        config: Any = self.config
+        del config.wide
+        config.__class__, self.__class__ = config_class, model_class
+        # A loaded configuration has a copy of its class's.
+        config.model_type = config_class.model_type
+
     def _finish(self, folder: Path, name: str = PLACE) -> None:
         super()._finish(folder)
         finish_folder(folder, self.config.wide, HOW_TO_LOAD.replace(PLACE, name))  # type: ignore[union-attr, arg-type]
@@ -298,14 +310,12 @@ def ordinary_classes(model: nn.Module) -> tuple[type[Any], type[Any]]:
     return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
-def become_ordinary(model: nn.Module) -> None:
-    """Give a model of a generated class, whose plan was detached, the classes of its family, in place."""
-    config: Any = model.config
-    config_class, model_class = ordinary_classes(model)
-    if type(config) is not config_class:
-        del config.wide
-        config.__class__ = config_class
-        model.__class__ = model_class
+def take_own_config(model: nn.Module) -> None:
+    """Copy the configuration, for all parts of the model alike: other models may have been built from the same."""
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(vars(module).get("config"), PreTrainedConfig):
+            module.config = copy.deepcopy(module.config, copied)
 
 
 def become_sliced(model: nn.Module, shape: ModelShape) -> None:
@@ -393,7 +403,7 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
         AdapterError: If there is no such folder, it is not such a checkpoint, its tensors do not fit, or its weights,
             up to 8 GiB of them, are not those that were written.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoModelForCausalLM
 
     require(str | PathLike, path, "path", "a checkpoint's folder or name")
     wrong = missing_folder(str(path))

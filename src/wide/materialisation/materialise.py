@@ -6,17 +6,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from wide.data.progress import progress
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.materialisation.checkpoint import (
     SlicedMixin,
-    become_ordinary,
     become_sliced,
     family_of,
     generated_classes,
     ordinary_classes,
+    take_own_config,
 )
 from wide.materialisation.cut import check_cuttable, cut
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
@@ -72,21 +71,12 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
     # What LoRA and the method made of the weights stays in them.
     state.lora, state.replaced = None, None
     detach(model)
-    _take_own_config(model)
-    become_ordinary(model)
+    take_own_config(model)
     if how == "masked":
         _mask(plan, specs, tensors)
     else:
         _slice(model, plan, specs, tensors)
     return model
-
-
-def _take_own_config(model: nn.Module) -> None:
-    """Copy the configuration, for all parts of the model alike: other models may have been built from the same."""
-    copied: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(vars(module).get("config"), PreTrainedConfig):
-            module.config = copy.deepcopy(module.config, copied)
 
 
 def _check_static(plan: Plan, how: How) -> None:

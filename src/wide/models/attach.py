@@ -263,7 +263,11 @@ def detach(model: ModelT) -> ModelT:
     if state.regrouped is not None:
         state.regrouped.restore()
     # PEFT's wrapper passes on what it does not have itself.
-    delattr(model if _ATTRIBUTE in model.__dict__ else cast(Any, model).get_base_model(), _ATTRIBUTE)
+    whole: Any = model if _ATTRIBUTE in model.__dict__ else cast(Any, model).get_base_model()
+    delattr(whole, _ATTRIBUTE)
+    # A class of full checkpoints would look for the plan.
+    if hasattr(whole, "wide_detached"):
+        whole.wide_detached()
     return model
 
 
