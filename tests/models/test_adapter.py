@@ -102,8 +102,23 @@ def test_another_base_model_is_refused_by_architecture_and_by_weights(adapter):
     assert is_attached(load(sister, adapter, check_weights=False))
 
 
-def test_the_same_base_in_bfloat16_is_recognised(adapter):
-    assert is_attached(load(make("llama").to(torch.bfloat16), adapter))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("loaded", DTYPES)
+@pytest.mark.parametrize("saved", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_same_base_in_another_dtype_is_recognised_and_another_is_not(tmp_path, family, saved, loaded):
+    folder = save(attach(make(family).to(saved), CONFIG), tmp_path / "adapter")
+    assert is_attached(load(make(family).to(loaded), folder))
+    # What was upcast is the same, too.
+    assert is_attached(load(make(family).to(loaded).float(), folder))
+    changed = make(family)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.001)
+    with pytest.raises(AdapterError, match="weights differ"):
+        load(changed.to(loaded), folder)
 
 
 def rewritten(folder, file=CONFIG_FILE, **changes):

@@ -331,7 +331,7 @@ def _not_loadable(name: str, error: Exception, quantised: Mapping[str, Any] | No
 
 
 class BaseFacts(TypedDict):
-    """By what an adapter recognises its base model; the sample holds null where weights are quantised."""
+    """By what an adapter recognises its base model; the sample holds null where nothing is known."""
 
     model_type: str
     name_or_path: str
@@ -349,11 +349,14 @@ class BaseFacts(TypedDict):
 def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> BaseFacts:
     """Return JSON-ready facts by which an adapter recognises its base model.
 
-    The weight sample is rounded to bfloat16, so that the same checkpoint loaded as float32 or bfloat16 agrees.
+    The weight sample is rounded to bfloat16, so that the same checkpoint loaded in another dtype agrees. What lies in
+    the middle between two bfloat16, as one value in eight of float16 does, may be of either: it is left out (null).
     """
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     attention, values = specs[0].attention, sampled_values(model)
+    if values is not None:
+        values = values.masked_fill(values.view(torch.int32) & 0xFFFF == 0x8000, math.nan)
     rounded = [] if values is None else values.to(torch.bfloat16).float().tolist()
     return {
         "model_type": str(getattr(text_config, "model_type", type(model).__name__)).removeprefix(PRUNED_PREFIX),
