@@ -45,6 +45,21 @@ def test_weights_that_do_not_fit_the_configuration_are_refused_by_name(tmp_path,
         load_pretrained(str(tmp_path), device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("meta", "do not run on 'meta'"),
+        ("mps", "do not run on 'mps'"),
+        ("xla:1", "do not run on 'xla:1'"),
+        ("gpu", "'gpu' is unknown"),
+        ("cuda:99", r"sees \d+ GPUs"),
+    ],
+)
+def test_devices_on_which_nothing_runs_are_refused_before_anything_is_read(device, words):
+    with pytest.raises(ConfigError, match=words):
+        load_pretrained("no/such/model", device=device)
+
+
 def test_a_tied_head_is_not_missing(tmp_path):
     model = make("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)

@@ -294,16 +294,19 @@ def _configuration(name: str, hub_options: dict[str, Any] | None = None) -> Any:
 def choose_device(device: str | None) -> torch.device:
     """Return a device by name; None and 'auto' mean CUDA where there is a GPU, else the CPU.
 
-    Raises ConfigError if it is unknown or absent.
+    Raises ConfigError if it is unknown, absent, or neither a CPU nor a GPU of CUDA.
     """
     if device is None or device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    known = "use 'cpu', 'cuda' or 'cuda:0'"
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device {device!r} is unknown; use 'cpu', 'cuda' or 'cuda:0'") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but PyTorch sees no GPU here; use 'cpu'")
+        raise ConfigError(f"device {device!r} is unknown; {known}") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"models do not run on {device!r} here; {known}")
+    if where.type == "cuda" and (where.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"device {device!r} was asked for, but PyTorch sees {count} GPUs here; {known}")
     return where
 
 
