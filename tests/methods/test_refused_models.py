@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from depth_toys import blocks_of
-from families import make
+from families import make, make_borrowing
 from test_every_method import ROWS, SETTINGS, STAGE
 from torch import nn
 
@@ -22,6 +22,7 @@ REFUSED = {
     "gemma2": {"slicegpt"},
     "olmo2": {"slicegpt"},
     "granite": {"slicegpt"},
+    "borrowed keys": {"blockpruner", "cooppruner", "dllm-original", "shortened-ppl", "shortened-taylor", "slicegpt"},
     "mixture of experts": EVERYWHERE_BUT_ROUTED_HALVES,
     "quantised": {"shortened-taylor", "tyr"},
 }
@@ -40,6 +41,8 @@ class Quantised(nn.Module):
 
 
 def model_of(kind):
+    if kind == "borrowed keys":
+        return make_borrowing()
     if kind == "mixture of experts":
         return make("mixtral", num_local_experts=4)
     model = make("llama" if kind == "quantised" else kind)
