@@ -166,7 +166,7 @@ def test_a_detached_full_checkpoint_is_saved_as_an_ordinary_model(tmp_path, kind
     ordinary = AutoModelForCausalLM.from_pretrained(tmp_path / "detached")
     assert type(ordinary) is type(again) is type(make("llama"))
     assert torch.equal(logits(ordinary, tokens()), logits(again, tokens()))
-    save_checkpoint(other, tmp_path / "other")
+    assert is_attached(load_checkpoint(save_checkpoint(other, tmp_path / "other")))
     attach(again, WideConfig(ffn_group_size=16))
     assert is_attached(load_checkpoint(save_checkpoint(again, tmp_path / "attached")))
 
