@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import make_borrowing, tokens
+from families import make, make_borrowing, tokens
 
 from wide.errors import UnsupportedModelError
 from wide.grouping import Grouping
@@ -87,7 +87,9 @@ def test_values_that_are_keys_are_cut_with_them(layer, kept):
     torch.testing.assert_close(logits(materialise(model)), wanted)
 
 
-def test_a_layer_that_reads_more_than_the_stream_cannot_be_skipped():
-    model = make_borrowing(num_kv_shared_layers=0)
-    with pytest.raises(UnsupportedModelError, match="reads more than the stream"):
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_a_layer_that_reads_more_than_the_stream_cannot_be_skipped(family):
+    more = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+    model = make(family, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, **more)
+    with pytest.raises(UnsupportedModelError, match="reads more than one stream"):
         attach(model, plan_of(Skipped(), 0))

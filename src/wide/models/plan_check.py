@@ -169,10 +169,10 @@ def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
     ):
         try:
             return hidden_of(layer.forward(stream))
-        except TypeError as error:
+        except (TypeError, RuntimeError) as error:
             raise UnsupportedModelError(
-                f"layer {spec.index} ({type(layer).__name__}) reads more than the stream (inputs of its own, as "
-                "in Gemma 4), so nothing is known of what it adds; leave no sublayer out, and project no stream"
+                f"layer {spec.index} ({type(layer).__name__}) reads more than one stream (or inputs of its own, "
+                "as in Gemma 3n and 4), so what it adds is unknown; leave no sublayer out, and project no stream"
             ) from error
 
 
