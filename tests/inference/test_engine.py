@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from wide.config import WideConfig
-from wide.errors import NotAttachedError, UnsupportedModelError
+from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
 from wide.inference.engine import memory as memory_module
 from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.decoder import Decoder
@@ -423,6 +423,25 @@ def test_a_second_turn_under_another_mask(second):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert turns(model, ids, second).tolist() == wanted
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_behind_left_padding_positions_count_and_what_was_hidden_is_not_shown(length):
+    model, ids = routed("gemma2"), tokens(2, 12)
+    places = (padded(ids)["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    mask = padded(torch.cat([ids, ids[:, :length]], 1))["attention_mask"]
+
+    def after(**given):
+        with torch.no_grad():
+            cache = model(ids, position_ids=places, **padded(ids)).past_key_values
+            return model(ids[:, :length], past_key_values=cache, **given).logits
+
+    wanted = after(attention_mask=mask)
+    optimize(model, backend="torch")
+    with pytest.warns(UserWarning, match="left padding without position_ids"):
+        torch.testing.assert_close(after(attention_mask=mask), wanted, **CLOSE)
+    with pytest.raises(ShapeError, match=r"hides \[0, 0\] tokens on the left, and before it hid \[4, 0\]"):
+        after()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

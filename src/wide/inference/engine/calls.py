@@ -3,16 +3,18 @@
 Each raises `Masked` if the masked model has to compute it.
 """
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from wide.errors import ShapeError
 from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
 from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.generation import is_trusted, reason_of
-from wide.inference.engine.inputs import KNOWN, kept_rows, read_padding, unexpected_rows
+from wide.inference.engine.inputs import KNOWN, NO_PLACES, kept_rows, read_padding, unexpected_rows
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Memory, has_graph
 from wide.models.gates import cache_of
@@ -74,6 +76,7 @@ def prompt(
         raise Masked(padding)
     places = None if padding is None else padding.tolist()
     if past and (cache is None or cache.padding != places):
+        _require_hidden(cache, places)
         raise Masked("another left padding than that of the tokens before")
     if cache is not None:
         cache.padding = places
@@ -149,6 +152,17 @@ def _prompt(
     return decoder.logits(residual, run, kept_rows(batch, length, kept, padding, x.device)).unflatten(0, (batch, -1))
 
 
+def _require_hidden(cache: EngineCache | None, places: list[int] | None) -> None:
+    """Raise ShapeError if left padding, for each sequence, is less than that of the tokens before: it has no keys."""
+    before = [] if cache is None or cache.padding is None else cache.padding
+    now = places or [0] * len(before)
+    if any(map(operator.lt, now, before)):
+        raise ShapeError(
+            f"the attention mask hides {now} tokens on the left, and before it hid {before}, of which wide.optimize "
+            "keeps no keys; hide them again, or begin with an empty cache"
+        )
+
+
 def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
     """Return the logits [B, 1, V] after one more token [B, 1] a sequence; the cache, which is not empty, grows by it.
 
@@ -161,6 +175,11 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
         raise Masked("another number of sequences than the cache holds")
     if cache.tokens >= decoder.max_length:
         raise Masked(f"a text of more than {decoder.max_length} tokens")
+    if cache.padding is not None and not is_trusted(cache):
+        if given.get("attention_mask") is None:
+            _require_hidden(cache, None)
+        if given.get("position_ids") is None:
+            raise Masked(NO_PLACES)
     trusted, grows = is_trusted(cache), cache.tokens >= slot.cache.room
     if trusted and not grows and run.record is None:
         memory.join()

@@ -23,6 +23,7 @@ KNOWN = frozenset(
     }
 )
 """Arguments of a model's forward that the engine reads, or that change nothing."""
+NO_PLACES = "left padding without position_ids"
 
 
 def read_padding(
@@ -60,7 +61,7 @@ def read_padding(
             return "position_ids that do not count the tokens (packed sequences)"
     if has_cache and reads_positions and padding is not None and positions is None:
         # Where the caller counts padding as positions, keys that leave the engine would stand elsewhere.
-        return "left padding without position_ids"
+        return NO_PLACES
     return padding
 
 
