@@ -24,6 +24,7 @@ import wide
 from wide.cli.main import main
 from wide.data.batches import TokenBatch
 from wide.data.tokenizer import load_tokenizer
+from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.models.thresholds import calibrate_thresholds
 from wide.runs.text import own_settings
@@ -552,6 +553,10 @@ def test_continuous_batching_refuses_what_it_would_ignore(base):
     client, _ = in_process(*base, continuous_batching=True)
     for seed in (0, 1):
         assert "continuous batching samples all requests alike" in completed(client, seed=seed)
+    for own in ({"repetition_penalty": 1.05}, {"stop_strings": ["\n"]}):
+        base[0].generation_config = GenerationConfig(**own)
+        with pytest.raises(ConfigError, match=f"ignores .*{next(iter(own))}.* of the model's own configuration"):
+            in_process(*base, continuous_batching=True)
 
 
 def test_a_tokenizer_in_python_is_served_but_for_streams(base):

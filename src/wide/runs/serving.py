@@ -152,7 +152,14 @@ class _OneModel:
 
 
 def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastAPI:
-    """Return what answers requests, for any ASGI server."""
+    """Return what answers requests, for any ASGI server; ConfigError if continuous batching would ignore a setting."""
+    ignored = {name: getattr(one.base, name) for name in ("repetition_penalty", "stop_strings")}
+    ignored = {name: value for name, value in ignored.items() if value not in (None, 1.0, "", [])}
+    if options.continuous_batching and ignored:
+        raise ConfigError(
+            f"continuous batching ignores {ignored} of the model's own configuration, which shall decide; leave "
+            "--continuous_batching out, or take it out of the model's generation_config.json"
+        )
     keys = ("max_batch_tokens", "num_blocks", "block_size", "max_memory_percent", "use_cuda_graph")
     paged = {key: getattr(options, f"cb_{key}") for key in keys if getattr(options, f"cb_{key}") is not None}
     batching = ContinuousBatchingConfig(**paged) if paged else None
