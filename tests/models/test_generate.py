@@ -3,10 +3,16 @@
 import pytest
 import torch
 from families import make, tokens
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import Unigram
+from transformers import PreTrainedTokenizerFast
 
+import wide
 from wide.config import WideConfig
 from wide.models.attach import attach
 from wide.models.observe import capture_routing, force_routing
+from wide.runs.settings import GenerationOptions
+from wide.runs.text import continue_prompt
 
 
 def routed():
@@ -86,3 +92,20 @@ def test_continuous_batching_gives_the_tokens_of_generate():
         ids = torch.tensor([prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :]
         assert found[tuple(prompt)] == expected.tolist()
+
+
+def test_a_text_that_is_continued_keeps_its_spaces(capsys):
+    words = ["\u2581time", "\u2581a", "<s>"]
+    core = Tokenizer(Unigram([(word, -1.0) for word in words], unk_id=0))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<s>")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    model = routed()
+    # All tokens are as likely, and the first one is taken.
+    model.model.norm.weight.data.zero_()
+    assert wide.generate(model, "a", tokenizer=tokenizer, max_new_tokens=2) == " time time"
+    asked = [{"role": "user", "content": "a"}]
+    assert wide.generate(model, asked, tokenizer=tokenizer, max_new_tokens=2) == "time time"
+    continue_prompt(model, tokenizer, "a", GenerationOptions(max_new_tokens=2), streams=True)
+    assert capsys.readouterr().out == "a time time\n"

@@ -33,13 +33,18 @@ _ONE_CALL = threading.Lock()
 class _Timed(TextStreamer):
     """Prints text while it comes, and notes when: `times` begins with the prompt, in seconds."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, continues: bool) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._continues = continues
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
         super().put(value)
+        if self._continues and len(self.times) == 1:
+            # As in `_following`.
+            self.token_cache = value.flatten()[-1:].tolist()
+            self.print_len = len(self.tokenizer.decode(self.token_cache, skip_special_tokens=True))
 
 
 def kept_settings(config: GenerationConfig, names: Sequence[str] = ()) -> GenerationConfig:
@@ -123,7 +128,9 @@ def continue_prompt(
         read += f", {prompt_tokens / (times[1] - times[0]):.1f}/s"
     if len(times) > 2:
         made += f", {1 / median(after - before for before, after in pairwise(times[1:])):.1f}/s"
-    return tokenizer.decode(new, skip_special_tokens=True), f"[{read}; {made}; {_skipped(model, output[:, :-1])}]"
+    return _following(
+        tokenizer, prompt, output[0], prompt_tokens
+    ), f"[{read}; {made}; {_skipped(model, output[:, :-1])}]"
 
 
 def generate(
@@ -167,7 +174,17 @@ def generate(
         prompt = [{"role": "system", "content": system}, *said]
     with _ONE_CALL, judging(model), own_randomness(model.device):
         output, prompt_tokens, _ = _generated(model, tokenizer, prompt, options, streams=False, warms_up=False)
-    return str(tokenizer.decode(output[0, prompt_tokens:], skip_special_tokens=True))
+    return _following(tokenizer, prompt, output[0], prompt_tokens)
+
+
+def _following(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], tokens: Tensor, start: int) -> str:
+    """Return the text of tokens [T] from `start` on.
+
+    Llama 2's decoder, for one, takes the space off the first word, so behind a text it is shown the token before.
+    """
+    first = start - 1 if isinstance(prompt, str) else start
+    before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[first:start], tokens[first:]))
+    return str(whole[len(before) :])
 
 
 def _generated(
@@ -186,7 +203,7 @@ def _generated(
     settings["do_sample"] = options.temperature >= LEAST_TEMPERATURE
     if settings["do_sample"]:
         settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-    streamer = _Timed(tokenizer) if streams else None
+    streamer = _Timed(tokenizer, continues=isinstance(prompt, str)) if streams else None
     ends = stops(tokenizer, model.generation_config.stop_strings)
     with own_settings(model):
         if warms_up and is_attached(model) and attachment(model).engine is not None:
