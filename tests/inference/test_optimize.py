@@ -118,6 +118,11 @@ def test_training_while_optimised_says_what_to_do():
         model.eval()
     with pytest.raises(NotAttachedError, match=r"no gradients; call wide\.deoptimize"):
         model(ids).logits.sum().backward()
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model.requires_grad_(False)
+    with pytest.raises(NotAttachedError, match="no gradients"):
+        (model(inputs_embeds=embedded).logits.sum() + embedded.sum()).backward()
+    model.requires_grad_(True)
     with pytest.warns(UserWarning, match="labels="):
         model(ids, labels=ids)
     deoptimize(model)

@@ -195,7 +195,8 @@ class Engine:
                 cache.leave_engine(reason)
             with self._counted():
                 return self._plain(*args, **handed_on(self._model.config, kwargs))
-        if torch.is_grad_enabled() and self._snapshot.learns():
+        embedded = given.get("inputs_embeds")
+        if torch.is_grad_enabled() and ((embedded is not None and embedded.requires_grad) or self._snapshot.learns()):
             # The operators have no gradients: whoever asks for one is told so.
             logits = logits.detach().requires_grad_()
             logits.register_hook(refuse_gradients)
