@@ -153,8 +153,8 @@ class _OneModel:
 
 def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastAPI:
     """Return what answers requests, for any ASGI server; ConfigError if continuous batching would ignore a setting."""
-    ignored = {name: getattr(one.base, name) for name in ("repetition_penalty", "stop_strings")}
-    ignored = {name: value for name, value in ignored.items() if value not in (None, 1.0, "", [])}
+    own = {name: getattr(one.base, name) for name in ("repetition_penalty", "stop_strings")}
+    ignored = {name: value for name, value in own.items() if value not in (None, 1.0, "", [])}
     if options.continuous_batching and ignored:
         raise ConfigError(
             f"continuous batching ignores {ignored} of the model's own configuration, which shall decide; leave "
