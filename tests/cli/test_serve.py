@@ -527,6 +527,8 @@ def test_sampling_is_what_is_asked_whatever_the_base_says(base):
     # As with a temperature of 1, and without the 50 likeliest tokens that transformers takes otherwise.
     whole = wide.generate(model, "The quick", tokenizer=tokenizer, max_new_tokens=12, temperature=1.0, seed=3)
     assert completed(client, top_p=1.0, seed=3) == whole
+    # The prompt's end is no beginning of a stop.
+    assert completed(client, stop=["quick" + greedy[:2]]) == greedy
     letter = next(letter for letter in whole if letter.isalpha())
     assert completed(client, top_p=1.0, seed=3, stop=[letter]) == whole[: whole.index(letter) + 1]
 

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.responses import Response as AnyResponse
-from transformers import ContinuousBatchingConfig, StoppingCriteriaList
+from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -74,7 +74,8 @@ class _Model:
     def generate(self, *, generation_config: Any, tokenizer: Any = None, **given: Any) -> Any:
         """Generate in the server's one thread; a tokenizer would be handed on to the model's forward."""
         self._call()
-        ends = StoppingCriteriaList([*stops(self._one.tokenizer, generation_config.stop_strings), self._call])
+        ends = stops(self._one.tokenizer, generation_config.stop_strings, given["input_ids"].shape[1])
+        ends.append(self._call)
         generation_config.stop_strings = None
         given |= {"generation_config": generation_config, "stopping_criteria": ends}
         seed = self._call.asked.seed

@@ -31,20 +31,16 @@ _ONE_CALL = threading.Lock()
 
 
 class _Timed(TextStreamer):
-    """Prints text while it comes, and notes when: `times` begins with the prompt, in seconds."""
+    """Prints text while it comes behind tokens, and notes when: `times` begins with the prompt, in seconds."""
 
-    def __init__(self, tokenizer: Any, *, continues: bool) -> None:
+    def __init__(self, tokenizer: Any, before: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._continues = continues
+        self.token_cache, self.print_len = before, len(tokenizer.decode(before, skip_special_tokens=True))
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
         super().put(value)
-        if self._continues and len(self.times) == 1:
-            # As in `_following`.
-            self.token_cache = value.flatten()[-1:].tolist()
-            self.print_len = len(self.tokenizer.decode(self.token_cache, skip_special_tokens=True))
 
 
 def kept_settings(config: GenerationConfig, names: Sequence[str] = ()) -> GenerationConfig:
@@ -67,9 +63,12 @@ def own_settings(model: Any) -> Iterator[None]:
         model.generation_config = before
 
 
-def stops(tokenizer: Any, strings: str | Sequence[str] | None) -> StoppingCriteriaList:
-    """Return what ends a text at strings; `generate(tokenizer=)` hands the tokenizer on to the model's forward."""
-    return StoppingCriteriaList([StopStringCriteria(tokenizer, strings)] if strings else [])
+def stops(tokenizer: Any, strings: str | Sequence[str] | None, start: int) -> StoppingCriteriaList:
+    """Return what ends a text at strings behind `start` tokens; `generate(tokenizer=)` hands it on to the forward."""
+    if not strings:
+        return StoppingCriteriaList()
+    ends = StopStringCriteria(tokenizer, strings)
+    return StoppingCriteriaList([lambda ids, scores, **given: ends(ids[:, start:], scores, **given)])
 
 
 def install_operators(model: Any, options: InferenceOptions) -> str:
@@ -203,8 +202,9 @@ def _generated(
     settings["do_sample"] = options.temperature >= LEAST_TEMPERATURE
     if settings["do_sample"]:
         settings |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
-    streamer = _Timed(tokenizer, continues=isinstance(prompt, str)) if streams else None
-    ends = stops(tokenizer, model.generation_config.stop_strings)
+    before = encoded["input_ids"][0, -1:].tolist() if isinstance(prompt, str) else []
+    streamer = _Timed(tokenizer, before) if streams else None
+    ends = stops(tokenizer, model.generation_config.stop_strings, prompt_tokens)
     with own_settings(model):
         if warms_up and is_attached(model) and attachment(model).engine is not None:
             # Room for the whole text, so that its memory and graphs are found again.
