@@ -14,7 +14,7 @@ from wide.errors import ShapeError
 from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
 from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.generation import is_trusted, reason_of
-from wide.inference.engine.inputs import KNOWN, NO_PLACES, kept_rows, read_padding, unexpected_rows
+from wide.inference.engine.inputs import KNOWN, kept_rows, read_padding, unexpected_rows
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Memory, has_graph
 from wide.models.gates import cache_of
@@ -175,19 +175,16 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
         raise Masked("another number of sequences than the cache holds")
     if cache.tokens >= decoder.max_length:
         raise Masked(f"a text of more than {decoder.max_length} tokens")
-    if cache.padding is not None and not is_trusted(cache):
-        if given.get("attention_mask") is None:
-            _require_hidden(cache, None)
-        if given.get("position_ids") is None:
-            raise Masked(NO_PLACES)
     trusted, grows = is_trusted(cache), cache.tokens >= slot.cache.room
+    if not trusted and given.get("attention_mask") is None:
+        _require_hidden(cache, None)
     if trusted and not grows and run.record is None:
         memory.join()
     else:
         memory.claim()
     if grows:
         slot = memory.grow(cache, cache.tokens + 1)
-    unexpected = None if trusted else unexpected_rows(given, slot.cache.lengths + 1)
+    unexpected = None if trusted else unexpected_rows(given, slot.cache.lengths + 1, cache.padding)
     if isinstance(unexpected, str):
         raise Masked(unexpected)
     if run.record is not None:

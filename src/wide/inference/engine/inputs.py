@@ -23,7 +23,6 @@ KNOWN = frozenset(
     }
 )
 """Arguments of a model's forward that the engine reads, or that change nothing."""
-NO_PLACES = "left padding without position_ids"
 
 
 def read_padding(
@@ -61,15 +60,17 @@ def read_padding(
             return "position_ids that do not count the tokens (packed sequences)"
     if has_cache and reads_positions and padding is not None and positions is None:
         # Where the caller counts padding as positions, keys that leave the engine would stand elsewhere.
-        return NO_PLACES
+        return "left padding without position_ids"
     return padding
 
 
-def unexpected_rows(given: Mapping[str, Any], lengths: Tensor) -> Tensor | str | None:
+def unexpected_rows(given: Mapping[str, Any], lengths: Tensor, padding: list[int] | None) -> Tensor | str | None:
     """Return which rows, bool [B], have another mask or position than token `lengths` [B]; a reason if unknown."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return "a prepared attention mask"
+    if padding is not None and positions is None:
+        return "left padding without position_ids"
     checks = [] if mask is None else [mask.to(lengths.device).sum(-1) != lengths]
     if positions is not None:
         checks.append(positions[:, -1].to(lengths.device) + 1 != lengths)
