@@ -440,8 +440,10 @@ def test_behind_left_padding_positions_count_and_what_was_hidden_is_not_shown(le
     optimize(model, backend="torch")
     with pytest.warns(UserWarning, match="left padding without position_ids"):
         torch.testing.assert_close(after(attention_mask=mask), wanted, **CLOSE)
-    with pytest.raises(ShapeError, match=r"hides \[0, 0\] tokens on the left, and before it hid \[4, 0\]"):
-        after()
+    counted = {"position_ids": (mask.cumsum(-1) - 1)[:, -length:]}
+    for given in ({}, counted, *([{"attention_mask": torch.ones_like(mask)}] if length > 1 else [])):
+        with pytest.raises(ShapeError, match=r"hides \[0, 0\] tokens on the left, and before it hid \[4, 0\]"):
+            after(**given)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

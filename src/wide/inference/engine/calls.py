@@ -56,6 +56,8 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
         raise Masked(reason_of(cache))
     if cache.slot is None and cache.get_seq_length():
         raise Masked(cache.left_for)
+    if cache.tokens and given.get("attention_mask") is None and not is_trusted(cache):
+        _require_hidden(cache, None)
     is_step = cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1
     return "step" if is_step else "prompt", x, cache
 
@@ -176,8 +178,6 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
     if cache.tokens >= decoder.max_length:
         raise Masked(f"a text of more than {decoder.max_length} tokens")
     trusted, grows = is_trusted(cache), cache.tokens >= slot.cache.room
-    if not trusted and given.get("attention_mask") is None:
-        _require_hidden(cache, None)
     if trusted and not grows and run.record is None:
         memory.join()
     else:
