@@ -127,9 +127,8 @@ def continue_prompt(
         read += f", {prompt_tokens / (times[1] - times[0]):.1f}/s"
     if len(times) > 2:
         made += f", {1 / median(after - before for before, after in pairwise(times[1:])):.1f}/s"
-    return _following(
-        tokenizer, prompt, output[0], prompt_tokens
-    ), f"[{read}; {made}; {_skipped(model, output[:, :-1])}]"
+    text = _following(tokenizer, prompt, output[0], prompt_tokens)
+    return text, f"[{read}; {made}; {_skipped(model, output[:, :-1])}]"
 
 
 def generate(
