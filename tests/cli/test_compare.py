@@ -372,6 +372,14 @@ def test_bad_input_writes_nothing(changes, words, everyday, tmp_path, capsys):
     assert not output.exists()
 
 
+def test_tasks_alone_have_no_longer_window_than_the_model_has_positions(everyday, tmp_path, capsys):
+    output, asked = tmp_path / "run", ["--eval.tokens=0", "--eval.tasks=piqa", "--eval.window=129"]
+    (tmp_path / "piqa.validation.jsonl").write_text('{"goal": "g", "sol1": "a", "sol2": "b", "label": 0}\n')
+    assert main([*everyday, "--output", str(output), "--eval.local_data", str(tmp_path), *asked]) == 1
+    assert "eval.window 129 exceeds the 128 positions of the model" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_folders_that_hold_no_comparison_are_refused(tmp_path, capsys):
     with pytest.raises(DataError, match=r"holds neither records\.jsonl of a run"):
         draw(tmp_path)

@@ -97,9 +97,13 @@ def test_text_and_tasks_have_the_window_that_the_model_takes(positions, given, w
     assert seen == {"text": window, "tasks": window}
 
 
-def test_a_window_beyond_the_positions_is_refused(plain_model):
+@pytest.mark.parametrize(("text", "tasks"), [(["text"], ()), (None, ["piqa"])])
+def test_a_window_beyond_the_positions_is_refused(text, tasks, plain_model, monkeypatch):
+    # Rotary positions beyond those of training give scores without an error.
+    monkeypatch.setattr(evaluation, "check_tasks", lambda *_: None)
+    monkeypatch.setattr(evaluation, "run_harness", lambda *_, **__: pytest.fail("tasks were scored"))
     with pytest.raises(ConfigError, match="window 1000000"):
-        evaluate(plain_model, ["text"], window=1_000_000)
+        evaluate(plain_model, text, tasks=tasks, window=1_000_000)
 
 
 @pytest.mark.parametrize(

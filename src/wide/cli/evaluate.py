@@ -124,8 +124,8 @@ def _evaluate(
         attach_adapter(model, options)
         detach(model)
     documents, name = None, None
+    check_window(scoring, tasks, model)
     if scoring.data is not None:
-        check_window(scoring, model)
         provenance = attachment(model).provenance if is_attached(model) else provenance
         documents, name = held_out_documents(
             scoring.data, scoring, text_field=tasks.text_field, tokenizer=tokenizer, provenance=provenance

@@ -97,7 +97,7 @@ def evaluate(
         text = data if data is None or isinstance(data, TokenBlocks) else texts_of(data)
         title = None if text is None else f"{len(text)} {kind}"
     window = window or min(longest_input(model) or _LONGEST_WINDOW, _LONGEST_WINDOW)
-    if text is not None and not isinstance(text, TokenBlocks):
+    if tasks or not isinstance(text, TokenBlocks | None):
         check_positions("window", window, model)
     shared: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size}
     for_text = shared | {"window": window, "stride": stride, "max_windows": max_windows}

@@ -118,7 +118,7 @@ class Materials:
         check_vocabulary(blocks.largest_id, self.model)
         say(f"data     {self._run.data}: {len(blocks)} blocks of {blocks.sequence_length} tokens")
         with flags_named("eval", of=("window",)):
-            check_window(self._scoring, self.model)
+            check_window(self._scoring, self._tasks, self.model)
         _ = self.held_out
         return blocks
 

@@ -30,7 +30,7 @@ from wide.models.pretrained import (
 )
 from wide.models.thresholds import set_sparsity
 from wide.runs.process import num_processes, say
-from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel
+from wide.runs.settings import AdapterOptions, EvalOptions, ModelOptions, Parallel, ScoredTasks
 from wide.training.memory import needed
 from wide.training.parallel import DataParallel
 from wide.writing import write_whole
@@ -160,9 +160,9 @@ def attach_adapter(model: Any, options: AdapterOptions) -> None:
         set_sparsity(model, options.sparsity)
 
 
-def check_window(options: EvalOptions, model: Any) -> None:
-    """Refuse windows of held-out text that a model has no positions for (ConfigError)."""
-    if options.tokens != 0:
+def check_window(options: EvalOptions, tasks: ScoredTasks, model: Any) -> None:
+    """Refuse windows of held-out text or of tasks that a model has no positions for (ConfigError)."""
+    if options.tokens != 0 or tasks.names:
         check_positions("window", options.window, model)
 
 
