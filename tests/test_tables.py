@@ -1,5 +1,6 @@
 """Tables of figures in the pages are those of the records."""
 
+import collections
 import importlib.util
 import re
 from pathlib import Path
@@ -34,3 +35,10 @@ def test_languages_stand_side_by_side(monkeypatch):
     row = {"operator": "gate and up", "size": "4096 rows", "share": 0.5}
     monkeypatch.setattr(tables, "targets", lambda _: [{**row, "languages": {"triton": 1.5, "cute": 1.25}}])
     assert "| gate and up, 4096 rows | 1.50 | - | - | 1.25 |" in tables.TABLES["columns"]().to_markdown()
+
+
+@pytest.mark.parametrize("name", ["quality-real", "quality-real-larger", "quality-real-columns", "eight-bits-real"])
+def test_what_was_not_measured_is_no_zero(name, monkeypatch):
+    nothing = collections.defaultdict(lambda: tables.Selection([]))
+    monkeypatch.setattr(tables, "study", lambda _="": nothing)
+    assert {cell for row in tables.TABLES[name]().rows for cell in row[1:]} == {"-"}

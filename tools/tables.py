@@ -179,7 +179,8 @@ def _scores(records: Selection, stage: Any) -> tuple[str, str]:
 
 
 def _work(records: Selection, stage: Any) -> str:
-    return f"{100 * (records.number(stage, _WORK) or 0.0):.1f}"
+    work = records.number(stage, _WORK)
+    return "-" if work is None else f"{100 * work:.1f}"
 
 
 def _without_boolq(records: Selection, stage: Any) -> str:
@@ -196,10 +197,9 @@ def eight_bits() -> Table:
             records = study(name)["eight-bits-gpu"]
             for who in ("routed", "dense"):
                 stage = f"{who}, {form}"
-                change, error = (
-                    100 * (records.number(stage, f"log_perplexity.change{end}") or 0.0) for end in ("", ".stderr")
-                )
-                cells.append(f"{change:+.2f} ± {error:.2f} %")
+                change, error = (records.number(stage, f"log_perplexity.change{end}") for end in ("", ".stderr"))
+                known = change is not None and error is not None
+                cells.append(f"{100 * change:+.2f} ± {100 * error:.2f} %" if known else "-")
         lines.append(tuple(cells))
     header = ("", *(f"{size}, {who}" for size in ("135 M", "1.5 B") for who in ("routed", "dense")))
     return Table(header=header, rows=tuple(lines))
