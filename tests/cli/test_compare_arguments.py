@@ -72,6 +72,8 @@ def test_names_with_dashes_have_flags_and_keys_with_dashes(tmp_path):
         (["compare", "--methods", "tyr,slicegpta"], "did you mean slicegpt?"),
         (["compare", "--methods", "tyr,tyr"], "different values"),
         (["compare", "--methods", "dense"], "different values"),
+        # Both would be in the folder tyr-0.333333-seed17.
+        (["compare", "--methods", "tyr", "--sparsities", "0.3333331,0.3333332"], "different values"),
         (["compare", "--methods", "tyr", "--sparsities", "0,0.5"], "lie in (0, 1)"),
         (["compare", "--methods", "tyr", "--sparsities", "half"], "must be numbers"),
         (["compare", "--methods", "tyr", "--seeds", "1.5"], "whole numbers"),

@@ -66,7 +66,8 @@ class GridOptions(Checked):
                 raise UsageError(f"sparsities must lie in (0, 1), got {sparsity:g}; the dense model is always there")
         found: dict[str, list[Any]] = {
             "methods": self.method_names,
-            "sparsities": self.sparsity_values,
+            # As folders of cells have them.
+            "sparsities": [f"{value:g}" for value in self.sparsity_values],
             "seeds": self.seed_values,
         }
         for name, values in found.items():
