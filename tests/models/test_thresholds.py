@@ -1,6 +1,7 @@
 """One set of routers, many budgets: thresholds that give the sparsity asked for."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from wide.config import WideConfig
 from wide.data.batches import TokenBatch
 from wide.errors import ConfigError, NotAttachedError
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
-from wide.models.attach import attach, attachment
+from wide.models.attach import attach, attachment, plan_for
 from wide.models.cost import SkipCounter, half_weights
+from wide.models.discovery import discover
 from wide.models.observe import bypass, observe
 from wide.models.thresholds import (
     DEFAULT_POINTS,
@@ -25,6 +27,7 @@ from wide.models.thresholds import (
     measure_sparsity,
     set_sparsity,
 )
+from wide.plan import LayerPlan, Plan
 
 
 def batches(count, *, seed, padding=0):
@@ -58,6 +61,18 @@ def test_every_sparsity_is_met_within_a_point_on_other_text(model, measure):
         set_sparsity(model, wanted)
         assert getattr(counted(model, batches(10, seed=100)), measure) == pytest.approx(wanted, abs=0.01)
     set_sparsity(model, threshold=0.0)
+
+
+def test_tokens_that_always_execute_are_not_taken_for_skipped_ones():
+    model = make("llama", initializer_range=0.1)
+    plan = plan_for(WideConfig(ffn_group_size=8, router_rank=8), discover(model))
+    halves = [{name: replace(half, first_tokens=2) for name, half in layer.halves()} for layer in plan.layers]
+    attach(model, Plan(tuple(LayerPlan(**each) for each in halves)))
+    calibrate_thresholds(model, batches(10, seed=0))
+    # With 2 of 24 tokens, at most 92 % can be skipped.
+    for wanted in (0.15, 0.5, 0.85):
+        set_sparsity(model, wanted)
+        assert counted(model, batches(10, seed=0)).mean == pytest.approx(wanted, abs=0.01)
 
 
 def test_thresholds_calibrated_for_a_wish_meet_it_even_where_sparsity_bends_between_points():

@@ -47,9 +47,12 @@ class MarginHistogram:
         """Count the margins of one forward at the tokens that are not padding; `valid` is bool `[B, T]`."""
         for router, weight in zip(self._routers, self._weights, strict=True):
             layer = routing[router.layer_index]
-            margin, mask = getattr(layer, f"{router.half_layer}_margin")[valid], getattr(layer, router.half_layer)
+            margin = getattr(layer, f"{router.half_layer}_margin")[valid]
+            mask = getattr(layer, router.half_layer)[valid].bool()
+            # Whatever their margins are, the first tokens of a sequence may execute always.
+            margin = margin.masked_fill(mask & (margin < router.threshold), math.inf)
             self._mass += weight * torch.bincount(_bins(margin).flatten(), minlength=_NUM_BINS).cpu().double()
-            self._skipped += weight * int((~mask[valid].bool()).sum())
+            self._skipped += weight * int((~mask).sum())
         self._tokens += int(valid.sum())
 
     def agree(self, model: nn.Module) -> None:
