@@ -158,7 +158,7 @@ def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks):
         HALF,
         get("wide").settings(ffn_group_size=16, router_rank=4),
         stage=stage,
-        objective=wide.ObjectiveConfig(smoothing=0.05),
+        objective=wide.ObjectiveConfig(smoothing=0.05, weight=5.0),
         seed=23,
     )
     assert report["tokens_backward"] == 2 * 2 * 32
@@ -167,6 +167,7 @@ def test_trained_rows_run_the_given_stage_and_are_measured(model, blocks):
     assert report["kv_cache_kept"] == 1.0
     assert any("steps 2 (original: 10000)" in text for text in report["deviations"])
     assert any("smoothing 0.05 (original: 0.0)" in text for text in report["deviations"])
+    assert any("weight 5.0 (original: 20.0)" in text for text in report["deviations"])
     assert attachment(model).provenance["prune"]["stage"]["seed"] == 23
 
 

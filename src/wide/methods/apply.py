@@ -168,7 +168,8 @@ def _changes(method: Method, settings: Any, stage: StageConfig, objective: Objec
         pairs.append((stage, StageConfig()))
         # Its target is the row's, and the weight of some methods is their own.
         usual_loss = ObjectiveConfig()
-        extras = {name: getattr(objective or usual_loss, name) for name in _EXTRAS}
+        told = _EXTRAS if hasattr(settings, "weight") else (*_EXTRAS, "weight")
+        extras = {name: getattr(objective or usual_loss, name) for name in told}
         pairs.append((dataclasses.replace(usual_loss, **extras), usual_loss))
     words = [
         f"{entry.name} {value} (original: {usual})"
