@@ -15,6 +15,7 @@ from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load, save
 from wide.models.attach import attach
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped
+from wide.records import read_records
 from wide.writing import whole_folder
 
 SHORT = LayerPlan(attention=Skipped(), ffn=Skipped())
@@ -74,6 +75,20 @@ def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folde
     assert main([*given, "--overwrite"]) == 0
     assert not (output / "of before").exists()
     assert [path.name for path in output.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("kind", "subject"), [("width", "pruned"), ("routed", "pruned"), (None, "dense")])
+def test_records_of_a_checkpoint_say_whether_it_is_pruned(kind, subject, tiny_model_folder, prose_folder, tmp_path):
+    checkpoint = tmp_path / "model"
+    if kind is None:
+        shutil.copytree(tiny_model_folder, checkpoint)
+    else:
+        adapter_of(tiny_model_folder, tmp_path / "adapter", kind)
+        made = ["--adapter", str(tmp_path / "adapter"), "--output", str(checkpoint), "--device=cpu"]
+        assert main(["export", "--model", str(tiny_model_folder), *made]) == 0
+    scored = ["--data", str(prose_folder), "--tokens=64", "--window=32", "--output", str(tmp_path / "scores")]
+    assert main(["eval", "--model", str(checkpoint), "--device=cpu", *scored]) == 0
+    assert {record.subject for record in read_records(tmp_path / "scores" / "records.jsonl")[0]} == {subject}
 
 
 @pytest.mark.parametrize("where", ["adapter", "base", "thesis"])

@@ -88,7 +88,7 @@ def run(given: Sequence[str]) -> None:
         with folder if writes else nullcontext():
             if writes:
                 folder.claim()
-                file = _write(folder, report, device)
+                file = _write(folder, report, device, options)
             # Scores are there already; all processes of a model measure its routing.
             found = list(routing())
             if writes:
@@ -145,7 +145,8 @@ def _evaluate(
     return (report, partial(routing_of, model, tokenizer, documents, str(name), scoring, "pruned"), device_name(model))
 
 
-def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> "RecordFile":
+def _write(folder: "RunFolder", report: "EvaluationReport", device: str, options: AdapterOptions) -> "RecordFile":
+    from wide.models.pretrained import is_pruned_checkpoint
     from wide.records import Record
     from wide.runs.measuring import evaluation_records
 
@@ -154,7 +155,8 @@ def _write(folder: "RunFolder", report: "EvaluationReport", device: str) -> "Rec
     file.device = device
     if report.dense is not None:
         file.append(evaluation_records("dense", report.dense, None, data))
-    subject = "dense" if report.dense is None and report.sparsity is None else "pruned"
+    # What was cut out of a checkpoint carries no plan any more.
+    subject = "pruned" if options.adapter is not None or is_pruned_checkpoint(options.model) else "dense"
     file.append(evaluation_records(subject, report.model, report.sparsity, data))
     for metric, value in (("routing.flip_rate", report.flip_rate), ("accuracy.retention", report.retention)):
         if value is not None:
