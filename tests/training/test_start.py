@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -380,6 +381,22 @@ def test_a_run_with_another_start_is_not_continued(tmp_path):
     (tmp_path / "start.json").unlink()
     with pytest.raises(TrainingError, match=r"start\.json.*router_start"):
         prune(dense_model(), RandomSource(), config=FITTED, resume=True, **run)
+
+
+def test_a_fitted_run_whose_checkpoints_are_damaged_does_not_go_on_from_random_routers(tmp_path):
+    run = {"config": FITTED, "stage": stage(steps=4), "output": tmp_path}
+    whole = prune(dense_model(), RandomSource(), **run)
+    damaged = tmp_path / "checkpoints" / "step-00000004" / "optimizer.safetensors"
+    damaged.unlink()
+    model = dense_model()
+    with pytest.raises(TrainingError, match=r"checkpoints of steps \[4\].*begins anew"):
+        prune(model, RandomSource(), resume=True, **run)
+    assert not is_attached(model)
+    shutil.rmtree(tmp_path / "checkpoints")
+    again = prune(model, RandomSource(), resume=True, **run)
+    assert not attachment(again).provenance["prune"]["start"]["resumed"]
+    for one, other in zip(attachment(whole).routers(), attachment(again).routers(), strict=True):
+        assert torch.equal(one.up, other.up)
 
 
 def test_the_text_that_the_start_reads_is_counted():

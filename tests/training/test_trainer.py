@@ -234,6 +234,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     file = tmp_path / "checkpoints" / "step-00000012" / "parameters.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
     assert folder.latest().step == 10
+    # Without any that is whole nothing begins anew by itself.
+    (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").unlink()
+    with pytest.raises(TrainingError, match=r"steps \[10, 12\].*delete that folder"):
+        trainer(routed_model(), tmp_path, resume=True).train()
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

@@ -109,14 +109,21 @@ class CheckpointFolder:
         return target
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, None if there is none; damaged and unfinished ones are passed over.
+        """Return the newest whole checkpoint, None if there are none at all; damaged ones are passed over.
 
-        Raises ConfigError if it belongs to a run with other settings, model or data.
+        Raises ConfigError if it belongs to a run with other settings, model or data; TrainingError if none is whole.
         """
-        for step in reversed(self.steps()):
+        steps = self.steps()
+        for step in reversed(steps):
             found = self._read(self.path / f"step-{step:08d}")
             if found is not None:
                 return found
+        if steps:
+            # What did not see that the run has checkpoints must not begin it anew in their folder.
+            raise TrainingError(
+                f"{self.path} has checkpoints of steps {steps}, and none is whole or of this version; put whole ones "
+                "back, or delete that folder, and the run begins anew"
+            )
         return None
 
     def remove_unfinished(self) -> None:
