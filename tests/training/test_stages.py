@@ -219,6 +219,32 @@ def test_the_second_stage_reads_on_where_the_first_one_stopped(texts, tiny_token
     assert torch.equal(shifted.batch_at(0, batch_size=4).input_ids, source.batch_at(3, batch_size=4).input_ids)
 
 
+@pytest.mark.parametrize("seeds", [(1, 2), (1, 1)])
+def test_no_block_of_stage_1_is_read_again_under_another_seed(seeds, texts, tiny_tokenizer, monkeypatch):
+    pytest.importorskip("peft")
+    read, plain = [], TokenBlocks.batch
+    monkeypatch.setattr(TokenBlocks, "batch", lambda self, at: (read.append(list(at)), plain(self, at))[1])
+
+    def blocks_read(train):
+        read.clear()
+        train()
+        # Described by its ends before training, and calibrated on what comes after it.
+        return {block for at in read[1:4] for block in at}
+
+    sizes = {"batch_size": 8, "sequence_length": 256, "steps": 3}
+    pruned = model(max_position_embeddings=256)
+    source = batch_source(
+        texts, pruned, tokenizer=tiny_tokenizer, stage=StageConfig(sequence_length=256, seed=seeds[0])
+    )
+    assert 48 <= len(source) < 80
+    first = blocks_read(lambda: prune(pruned, source, config=CONFIG, stage=stage(**sizes)))
+    again = source.cut(256, seed=seeds[1])
+    second = blocks_read(lambda: recover(pruned, again, stage=lora_stage(**sizes)))
+    assert (len(first), len(second), first & second) == (24, 24, set())
+    assert attachment(pruned).provenance["prune"]["order"] == {"seed": seeds[0], "first_sample": 0}
+    assert attachment(pruned).provenance["recover"]["order"] == {"seed": seeds[0], "first_sample": 24}
+
+
 def test_steps_of_a_source_may_be_of_different_lengths(monkeypatch):
     class Growing(RandomSource):
         def batch_at(self, step, *, batch_size, rank=0, world=1):

@@ -115,8 +115,8 @@ class TokenBlocks:
     ) -> None:
         self.name, self.split, self.first = name, split, first
         self.sequence_length = sequence_length
-        self.largest_id = stream.largest_id
-        self._stream, self._seed = stream, seed
+        self.largest_id, self.seed = stream.largest_id, seed
+        self._stream = stream
         if not len(self):
             raise DataError(
                 f"the text has {len(stream.tokens)} tokens, and one block needs {sequence_length}; "
@@ -158,7 +158,7 @@ class TokenBlocks:
 
     def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
         """Return a rank's share of the global batch of a step, see `BatchSource.batch_at`."""
-        return self.batch(block_indices(len(self), self._seed, step, batch_size=batch_size, rank=rank, world=world))
+        return self.batch(block_indices(len(self), self.seed, step, batch_size=batch_size, rank=rank, world=world))
 
     def in_order(self, batch_size: int, *, max_blocks: int | None = None) -> Iterator[TokenBatch]:
         """Yield all blocks once in the order of the text; the last batch may be smaller."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wide.config import BEFORE, ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
-from wide.data.batches import BatchSource
+from wide.data.batches import BatchSource, TokenBlocks
 from wide.errors import ConfigError
 from wide.models.adapter import save
 from wide.models.attach import attachment, detach, is_attached, plan_for
@@ -136,8 +136,8 @@ def recover(
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
     Under a plan without routers only LoRA is trained, without a sparsity term; what is pruned stays pruned. On the
-    same blocks as stage 1, training goes on with those that stage 1 did not read. Arguments without an entry are as
-    for `prune`.
+    same blocks as stage 1, training goes on in its order, whatever the seed, with those that stage 1 did not read.
+    Arguments without an entry are as for `prune`.
 
     Args:
         model: A model after `prune`, `wide.load` or `wide.attach`, trained in place.
@@ -219,9 +219,15 @@ def _run(
     data, provenance = describe_source(source), attachment(model).provenance
     text, split = getattr(source, "name", None), getattr(source, "split", None)
     earlier = provenance.get("prune", {}) if name == "recover" else {}
+    seed, read = source.seed if isinstance(source, TokenBlocks) else None, 0
     if earlier.get("data") == data:
-        # On the same blocks, those that stage 1 read are left out.
-        source = ShiftedSource(source, earlier["steps"] * earlier["stage"]["batch_size"])
+        # On the same blocks, those that stage 1 read are left out: the first ones of its order, so that is kept.
+        read = earlier["steps"] * earlier["stage"]["batch_size"]
+        if isinstance(source, TokenBlocks):
+            seed = earlier.get("order", {}).get("seed", earlier["stage"]["seed"])
+            source = source.cut(source.sequence_length, seed=seed)
+        source = ShiftedSource(source, read)
+    order = {"seed": seed, "first_sample": read}
     loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
     if options.train_routers:
         # What training samples has nothing to do with the threshold of an earlier calibration.
@@ -241,6 +247,7 @@ def _run(
         **found,
         "inference": inference,
         "data": data,
+        "order": order,
         "text": text,
         "split": split,
         "processes": parallel.world,
