@@ -13,7 +13,7 @@ from wide.data.batches import TokenBlocks
 from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
-from wide.models.thresholds import measure_sparsity
+from wide.models.thresholds import measure_sparsity, set_sparsity
 from wide.training import inference_target, stages
 from wide.training.stages import prune, recover
 from wide.training.text_source import ShiftedSource, batch_source
@@ -191,13 +191,54 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
 
 def test_checkpoints_from_before_an_option_existed_are_of_the_same_run(monkeypatch):
     base = routed_model()
-    now = stages._fingerprint(base, [], stage())
-    assert stages._fingerprint(base, [], stage(adam_beta2=0.95)) != now
+    now = stages._facts(base, {}, stage())
+    assert stages._facts(base, {}, stage(adam_beta2=0.95)) != now
     asdict = dataclasses.asdict
     monkeypatch.setattr(
         stages.dataclasses, "asdict", lambda each: {k: v for k, v in asdict(each).items() if k != "adam_beta2"}
     )
-    assert stages._fingerprint(base, [], stage()) == now
+    assert stages._facts(base, {}, stage()) == now
+
+
+def test_a_stage_on_frozen_routers_is_not_continued_on_others(tmp_path):
+    pytest.importorskip("peft")
+
+    def run(seed, threshold=0.0, **changes):
+        pruned = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2, seed=seed))
+        set_sparsity(pruned, threshold=threshold)
+        settings = lora_stage(**({"train_routers": False} | changes))
+        return recover(pruned, RandomSource(), stage=settings, output=tmp_path, resume=True)
+
+    whole = run(1)
+    for seed, threshold in ((2, 0.0), (1, 0.5)):
+        with pytest.raises(ConfigError, match=r"\(frozen routers '\w+' -> '\w+'\); repeat those"):
+            run(seed, threshold)
+    with pytest.raises(ConfigError, match=r"\(frozen routers .*, settings.learning_rate 0.0002 -> 0.1, settings.train"):
+        run(1, learning_rate=0.1, train_routers=True)
+    assert attachment(run(1)).lora.state_dict().keys() == attachment(whole).lora.state_dict().keys()
+    # Those of an earlier version do not say.
+    file = tmp_path / "checkpoints" / "step-00000006" / "checkpoint.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "facts"}))
+    run(1)
+    with pytest.raises(ConfigError, match="settings, model or data; repeat"):
+        run(1, learning_rate=0.1)
+
+
+def test_trained_routers_come_back_from_the_checkpoint_whatever_lies_underneath(tmp_path):
+    pytest.importorskip("peft")
+
+    def run(seed, **changes):
+        pruned = prune(
+            dense_model(), RandomSource(), config=CONFIG, stage=stage(**({"steps": 2, "seed": seed} | changes))
+        )
+        return recover(pruned, RandomSource(), stage=lora_stage(), output=tmp_path, resume=True)
+
+    first, second = run(1), run(2)
+    for one, other in zip(attachment(first).routers(), attachment(second).routers(), strict=True):
+        assert torch.equal(one.up, other.up)
+    # After so many blocks others would be read.
+    with pytest.raises(ConfigError, match=r"\(order.first_sample 8 -> 12\)"):
+        run(1, steps=3)
 
 
 def test_groups_cannot_be_changed_on_a_model_that_has_routers():

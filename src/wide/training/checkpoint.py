@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from wide.errors import ConfigError, TrainingError
 from wide.models.lora import copy_strictly
+from wide.records import fingerprint as hash_of
+from wide.schema import flatten
 from wide.writing import whole_folder
 
 _PARAMETERS, _OPTIMIZER, _MANIFEST = "parameters.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -51,12 +53,18 @@ def has_checkpoint(output: Path) -> bool:
 class CheckpointFolder:
     """The checkpoints of one run, of which the newest two are kept, in a folder that is made at the first `write`.
 
-    `fingerprint` is a hash of everything that the course of the run depends on.
+    `fingerprint` is a hash of what the course of the run depends on, and `facts` say what that is and the rest of it,
+    JSON-ready, by name.
     """
 
-    def __init__(self, path: Path, *, fingerprint: str) -> None:
+    def __init__(self, path: Path, *, fingerprint: str, facts: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self._fingerprint = fingerprint
+        # What is short can be named where it differs.
+        self._facts = {
+            name: value if isinstance(value, str | int | float | None) else hash_of(value)
+            for name, value in flatten(facts or {}).items()
+        }
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints that have their name, ascending."""
@@ -88,6 +96,7 @@ class CheckpointFolder:
             "seconds": seconds,
             "measured": dict(measured),
             "fingerprint": self._fingerprint,
+            "facts": self._facts,
             "files": {
                 name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
                 for name, content in files.items()
@@ -151,11 +160,16 @@ class CheckpointFolder:
                 return None
             fingerprint, step, seconds = manifest["fingerprint"], int(manifest["step"]), float(manifest["seconds"])
             measured = dict(manifest.get("measured", {}))
+            # Checkpoints of earlier versions have none.
+            facts: dict[str, Any] = dict(manifest.get("facts", self._facts))
             tensors = {name: load(content) for name, content in contents.items()}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
-        if fingerprint != self._fingerprint:
-            raise ConfigError(f"{folder} is of other settings, model or data; repeat those, or choose another folder")
+        pairs = {name: (facts.get(name), self._facts.get(name)) for name in sorted({*facts, *self._facts})}
+        words = ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in pairs.items() if was != now)
+        if fingerprint != self._fingerprint or words:
+            what = f"other settings, model or data{words and f' ({words})'}"
+            raise ConfigError(f"{folder} is of {what}; repeat those, or choose another folder")
         return Checkpoint(
             step=step,
             seconds=seconds,

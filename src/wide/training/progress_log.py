@@ -3,7 +3,8 @@
 import importlib
 import importlib.util
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -55,7 +56,7 @@ class StageOptions:
 
     Args:
         title: Name of the stage, e.g. 'stage 1'.
-        fingerprint: Hash of everything that the course of the run depends on.
+        fingerprint: Hash of what the course of the run depends on; `facts` are as of `CheckpointFolder`.
         train_routers: Otherwise only LoRA is trained, on the routing of inference.
         anneal: Follow the temperature schedule; otherwise stay at its end.
     """
@@ -64,6 +65,7 @@ class StageOptions:
     output: Path | None = None
     resume: bool = False
     fingerprint: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
     train_routers: bool = True
     anneal: bool = True
     tensorboard: str | Path | None = None

@@ -1,11 +1,13 @@
 """The two stages of the paper as functions: `prune` trains routers, `recover` adds LoRA."""
 
 import dataclasses
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save as to_bytes
 from torch import nn
 
 from wide.config import BEFORE, ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
@@ -232,8 +234,14 @@ def _run(
     if options.train_routers:
         # What training samples has nothing to do with the threshold of an earlier calibration.
         set_sparsity(model, threshold=0.0)
-    key = _fingerprint(model, [name, data, settings, dataclasses.asdict(objective)], stage)
-    options = dataclasses.replace(options, fingerprint=key)
+    told = {"stage": name, "data": data, "start": settings, "objective": dataclasses.asdict(objective)}
+    known = _facts(model, told, stage)
+    key = fingerprint(list(known.values()))
+    known["order"] = order
+    if not options.train_routers:
+        # No checkpoint brings them back.
+        known["frozen routers"] = _hash_of_routers(model)
+    options = dataclasses.replace(options, fingerprint=key, facts=known)
     with saying_what_fits(options.title, model, stage, distils=objective.distillation > 0, world=parallel.world):
         outcome = Trainer(model, loss, source, stage, options, parallel=parallel).train()
     size = micro_batch_size(stage, parallel.world)
@@ -262,7 +270,8 @@ def _run(
     parallel.barrier()
 
 
-def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
+def _facts(model: nn.Module, facts: dict[str, Any], stage: StageConfig) -> dict[str, Any]:
+    """Return facts together with what else checkpoints are recognised by; their hash is that of the values in order."""
     state = attachment(model)
     base = {key: value for key, value in state.base.items() if key not in ("name_or_path", "revision")}
     # How often checkpoints are written changes nothing.
@@ -272,7 +281,17 @@ def _fingerprint(model: nn.Module, facts: list[Any], stage: StageConfig) -> str:
     pruned = state.static_parameters() | ({} if state.replaced is None else state.replaced.values())
     static = {name: float(values.detach().double().sum()) for name, values in pruned.items()}
     order_of = {name: order.tolist() for name, order in orders.items()}
-    return fingerprint([*facts, base, state.plan.to_json(), settings, order_of, static])
+    found = {"model": base, "plan": state.plan.to_json(), "settings": settings, "groups": order_of, "values": static}
+    return facts | found
+
+
+def _hash_of_routers(model: nn.Module) -> str:
+    values = {
+        f"{place}.{name}": value.cpu().contiguous()
+        for place, router in enumerate(attachment(model).routers())
+        for name, value in router.state_dict().items()
+    }
+    return hashlib.sha256(to_bytes(values)).hexdigest()[:16]
 
 
 def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:

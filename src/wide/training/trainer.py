@@ -98,7 +98,8 @@ class Trainer:
         )
         self._checkpoints = None
         if options.output is not None:
-            self._checkpoints = CheckpointFolder(options.output / "checkpoints", fingerprint=options.fingerprint)
+            path, key = options.output / "checkpoints", options.fingerprint
+            self._checkpoints = CheckpointFolder(path, fingerprint=key, facts=options.facts)
         # Per step not looked at yet: (step, schedule values, measured values on the device).
         self._unread: list[tuple[int, dict[str, float], Tensor]] = []
         # What the outcome tells of the last process that ran a step.
