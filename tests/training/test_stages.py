@@ -127,6 +127,23 @@ def test_recovery_with_frozen_routers_trains_lora_on_the_routing_of_inference(te
         assert router.threshold == threshold
 
 
+def test_lora_that_is_there_already_is_trained_with_its_own_settings_only(tmp_path):
+    pytest.importorskip("peft")
+    pruned = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2))
+    recover(pruned, RandomSource(), stage=lora_stage(lora_dropout=0.3), output=tmp_path)
+    again = load(dense_model(), tmp_path / "adapter")
+    before = attachment(again).lora.state_dict()
+    for changes, words in (
+        ({}, "already, and lora_dropout 0.1 instead of 0.3 was asked for; ask for what it has"),
+        ({"lora_dropout": 0.3, "lora_alpha": 4.0}, "already, and lora_alpha 4.0 instead of 32.0 was"),
+        ({"lora_rank": 4}, "already, and lora_rank 4 instead of 2, lora_dropout 0.1 instead of 0.3 was"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            recover(again, RandomSource(), stage=lora_stage(**changes))
+    recover(again, RandomSource(), stage=lora_stage(lora_dropout=0.3))
+    assert any(not torch.equal(value, before[name]) for name, value in attachment(again).lora.state_dict().items())
+
+
 def test_recovery_resumes_bit_for_bit(texts, tiny_tokenizer, tmp_path):
     pytest.importorskip("peft")
 

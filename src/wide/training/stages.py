@@ -38,6 +38,8 @@ from wide.training.trainer import Trainer, micro_batch_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout")
+
 
 def prune(
     model: Any,
@@ -181,12 +183,14 @@ def recover(
         with own_randomness(model_device(model)):
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
-    elif (state.lora.config["r"], state.lora.config["lora_alpha"]) != (stage.lora_rank, stage.lora_alpha):
-        raise ConfigError(
-            f"this model has LoRA of rank {state.lora.config['r']} and alpha {state.lora.config['lora_alpha']:g} "
-            f"already, and lora_rank {stage.lora_rank}, lora_alpha {stage.lora_alpha:g} were asked for; ask for those "
-            "it has, or begin with the adapter of stage 1"
-        )
+    else:
+        had, asked = state.lora.config, dataclasses.asdict(stage)
+        of_both = {name: (had[name.replace("lora_rank", "r")], asked[name]) for name in _OF_LORA}
+        if words := ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in of_both.items() if was != now):
+            raise ConfigError(
+                f"this model has LoRA already, and {words} was asked for; ask for what it has, or begin with the "
+                "adapter of stage 1"
+            )
     options = StageOptions(
         title="stage 1+2" if state.plan.is_routed else "LoRA",
         output=folder,
