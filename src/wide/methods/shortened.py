@@ -95,7 +95,6 @@ def taylor_scores(gates: BlockGates) -> Scores:
             logits = model(input_ids=moved, use_cache=False).logits
             loss, _, _ = token_losses(logits, moved.to(logits.device))
             (loss / predicted).backward()
-    gates.effort.tokens_forward += gates.ids.numel()
     gates.effort.tokens_backward += gates.ids.numel()
     totals = {parameter: float(total.abs().sum(dtype=torch.float64)) for parameter, total in sums.items()}
     scores = np.array([sum(totals.get(p, 0.0) for p in spec.layer.parameters()) for spec in gates.specs])
