@@ -11,7 +11,11 @@ import wide
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
 from wide.comparison.run import draw
+from wide.data.batches import load_blocks
+from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, DataError
+from wide.methods.apply import shares_of
+from wide.models.attach import attachment
 from wide.records import Cell, Stage, read_records
 from wide.report.selection import Selection
 from wide.runs.folder import RunFolder
@@ -61,6 +65,27 @@ def test_every_row_is_measured(finished):
     assert float(found["wide", False]["method.tokens_backward"]) == 2 * 2 * 32
     assert float(found["wide", True]["method.tokens_backward"]) == 2 * 32
     assert found["slicegpt", False]["token_perplexity"] != found["slicegpt", True]["token_perplexity"]
+
+
+def test_a_row_with_lora_records_its_own_shares_and_all_it_read(everyday, tiny_model_folder, prose_folder, tmp_path):
+    pytest.importorskip("peft")
+    lora = ["--recover.steps=6", "--recover.learning_rate=0.05", "--recover.distillation=0.5"]
+    assert main([*everyday, "--methods=wide", *lora, "--output", str(tmp_path / "run")]) == 0
+    cell = Cell("wide", 0.5, 17)
+    folder = tmp_path / "run" / "cells" / cell.folder
+    model = wide.load(tiny_model_folder, folder / "recovered" / "adapter", dtype="float32")
+    # Before what held-out text says of it.
+    records = [r for r in read_records(folder / "records.jsonl")[0] if not r.where]
+    first, found = ({r.metric: r.value for r in records if r.subject == Stage(cell, lora)} for lora in (False, True))
+    blocks = load_blocks(prose_folder, load_tokenizer(tiny_model_folder), split="train", sequence_length=32)
+    shares = shares_of(model, blocks)
+    assert found["sparsity.mean"] == pytest.approx(shares["nominal"], abs=1e-6)
+    assert found["sparsity.linear_flops_layers"] == pytest.approx(shares["linear_flops"], abs=1e-6)
+    assert found["sparsity.mean"] != first["sparsity.mean"]
+    facts = attachment(model).provenance["recover"]
+    assert found["method.tokens_backward"] == facts["tokens"] == 6 * 2 * 32
+    # Of the teacher, and of the thresholds.
+    assert found["method.tokens_forward"] == facts["tokens"] + facts["inference"]["tokens_forward"] > facts["tokens"]
 
 
 def test_python_compares_as_the_command_does(finished, everyday, tiny_model_folder, prose_folder, tmp_path, capsys):

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from wide.comparison.grid import DENSE, CompareRequest, GridOptions, as_many_tok
 from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
 from wide.evaluation.tasks import check_tasks
-from wide.methods.apply import PROVENANCE, apply, expected_time
+from wide.methods.apply import PROVENANCE, apply, expected_time, shares_of
 from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
+from wide.methods.routed import effort_of
 from wide.models.adapter import load, save
 from wide.models.attach import attachment, is_attached
 from wide.models.hub import ADAPTER
@@ -186,8 +187,12 @@ class ComparisonRun:
             lora = replace(self._request.recover, seed=cell.seed)
             output = self._cells.path(cell) / RECOVERED
             recover(model, self._materials.blocks(lora), stage=lora, output=output, resume=True)
-        records = self._cells.records(cell, self._materials.device)
-        records.append(_stage_records(stage, attachment(model).provenance, self._request.grid))
+        records, provenance = self._cells.records(cell, self._materials.device), attachment(model).provenance
+        if stage.recovered:
+            # Routers decide otherwise after LoRA.
+            blocks = self._materials.blocks(replace(self._request.stage, seed=cell.seed))
+            provenance = provenance | {PROVENANCE: provenance[PROVENANCE] | shares_of(model, blocks)}
+        records.append(_stage_records(stage, provenance, self._request.grid))
         report, found = self._materials.measure(stage)
         records.append([*found, Record(subject=stage, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
@@ -238,7 +243,7 @@ def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) 
     cost = report
     if stage.recovered:
         facts = provenance["recover"]
-        cost = {"tokens_forward": 0, "tokens_backward": facts["tokens"], "seconds": facts["seconds"]}
+        cost = asdict(effort_of(facts)) | {"seconds": facts["seconds"]}
     for name, unit in (("tokens_forward", "token"), ("tokens_backward", "token"), ("seconds", "s")):
         yield Record(subject=stage, metric=f"method.{name}", value=cost[name], unit=unit)
     if stage.recovered:

@@ -83,18 +83,12 @@ def apply(
                 effort, deviations, notes = decision.effort, decision.deviations, decision.notes
                 attach(model, decision.plan, tensors=decision.tensors, weights=decision.weights)
         seconds = now(model_device(model)) - began + effort.seconds_before
-        sparsity = _measure(model, blocks)
         report = {
             "method": method.name,
             "kind": method.kind,
             "target": target.sparsity,
             "match": target.match,
-            "nominal": sparsity.mean,
-            "attention": sparsity.attention,
-            "ffn": sparsity.ffn,
-            "linear_flops": sparsity.linear_flops_layers,
-            "parameters_removed": sparsity.parameters_removed,
-            "kv_cache_kept": sparsity.kv_cache_kept,
+            **shares_of(model, blocks),
             "tokens_forward": effort.tokens_forward,
             "tokens_backward": effort.tokens_backward,
             "seconds": seconds,
@@ -143,6 +137,19 @@ def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Targe
         require_unsharded(model, f"method {method.name}")
     decision: Decision = method.function()(model, blocks, target, settings)
     return decision
+
+
+def shares_of(model: nn.Module, blocks: TokenBlocks) -> dict[str, float]:
+    """Return what the attached model leaves out now, as a report has it, measured on calibration text where it is."""
+    found = _measure(model, blocks)
+    return {
+        "nominal": found.mean,
+        "attention": found.attention,
+        "ffn": found.ffn,
+        "linear_flops": found.linear_flops_layers,
+        "parameters_removed": found.parameters_removed,
+        "kv_cache_kept": found.kv_cache_kept,
+    }
 
 
 def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:

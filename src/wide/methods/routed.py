@@ -1,7 +1,7 @@
 """Training the routers of a dynamic method to a target of the benchmark, and the row 'wide'."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def train(
         calibrate_threshold=settings.calibrate_threshold,
     )
     record = attachment(model).provenance["prune"]
-    return _effort(record, objective), (*wanted.deviations, *_deviations(record["inference"], objective))
+    return effort_of(record), (*wanted.deviations, *_deviations(record["inference"], objective))
 
 
 def route_wide(_specs: Sequence[BlockSpec], settings: WideMethodConfig, asked: Routing) -> Routing:
@@ -113,10 +113,11 @@ def objective_for(
     return dataclasses.replace(objective, sparsity=share, target=counted)
 
 
-def _effort(record: dict[str, Any], objective: ObjectiveConfig) -> Effort:
+def effort_of(record: Mapping[str, Any]) -> Effort:
+    """Return the text that a stage consumed, as the model's provenance tells of it."""
     seen, start = int(record["tokens"]), record.get("start", {})
     before = record["seconds_before"] + (start["seconds"] if start.get("resumed") else 0.0)
-    teacher = seen if objective.distillation else 0
+    teacher = seen if record["objective"]["distillation"] else 0
     return Effort(
         tokens_forward=teacher + record["inference"].get("tokens_forward", 0) + start.get("tokens_forward", 0),
         tokens_backward=seen + start.get("tokens_backward", 0),
