@@ -7,12 +7,14 @@ import torch
 from tiny import RandomSource, batch, dense_model, routed_model
 from torch.nn import functional
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import wide
 from wide.data.batches import IGNORED
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
+from wide.models.thresholds import set_sparsity
+from wide.training import callback
 from wide.training.callback import FOLDER
 from wide.training.objective import Objective
 
@@ -49,7 +51,7 @@ def trainer_of(model, folder, callback, **changes):
         "seed": 3,
     }
     arguments = TrainingArguments(**(settings | changes))
-    return Trainer(model, arguments, train_dataset=examples(), callbacks=[callback])
+    return Trainer(model, arguments, train_dataset=examples(), eval_dataset=examples(8), callbacks=[callback])
 
 
 def router_gradients(model):
@@ -201,11 +203,55 @@ def test_checkpoints_of_a_peft_model_have_the_routers_beside_lora(tmp_path):
     folder = tmp_path / f"checkpoint-{STEPS}"
     again = peft.PeftModel.from_pretrained(wide.load(dense_model(), folder / FOLDER), folder)
     ids = batch().input_ids
-    for router in attachment(model.get_base_model()).routers():
-        # Calibrated after the last checkpoint.
-        router.threshold = 0.0
     with torch.no_grad():
         assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+class Stopping(TrainerCallback):
+    """Ends the training after an evaluation, as early stopping does."""
+
+    def on_evaluate(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 4
+
+
+@pytest.mark.parametrize("how", ["steps", "epochs", "best", "stopped"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["whole", "peft"])
+def test_the_last_checkpoint_has_the_calibrated_threshold(how, wrapped, tmp_path, monkeypatch):
+    if wrapped:
+        peft = pytest.importorskip("peft")
+    best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True}
+    changes = {
+        "steps": {"save_steps": 5},
+        "epochs": {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 1},
+        "best": best,
+        "stopped": {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4},
+    }[how]
+    model, found = routed_model(), []
+    inner = model
+    if wrapped:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def calibrate(*args, **named):
+        found.append(0.25 + len(found))
+        set_sparsity(inner, threshold=found[-1])
+        return {}
+
+    monkeypatch.setattr(callback, "meet_target", calibrate)
+    trainer = trainer_of(model, tmp_path, wide.RouterCallback(0.5), **changes)
+    evaluated, evaluate = [], trainer.evaluate
+    trainer.evaluate = lambda *a, **k: evaluated.append(attachment(inner).routers()[0].threshold) or evaluate(*a, **k)
+    if how == "stopped":
+        trainer.add_callback(Stopping())
+    trainer.train()
+    last = tmp_path / f"checkpoint-{trainer.state.global_step}"
+    again = wide.load(dense_model(), last / FOLDER) if wrapped else wide.load_checkpoint(last)
+    thresholds = {router.threshold for router in attachment(again).routers()}
+    # A whole model is written before it can be known, where evaluations choose or end.
+    assert thresholds == ({0.0} if not wrapped and how in ("best", "stopped") else {0.25})
+    assert set(evaluated) <= {0.0}
+    # The best model may be another than the last.
+    assert found == ([0.25, 1.25] if wrapped and how == "best" else [0.25])
+    assert {router.threshold for router in attachment(inner).routers()} == {found[-1]}
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -83,7 +83,8 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     still includes the term, but the logged loss does not.
 
     The callback does not freeze the base: call `requires_grad_(False)` before the Trainer is made, or the base is
-    trained, too. At the end thresholds are calibrated on the last batches, so that inference meets the target. The
+    trained, too. At the end thresholds are calibrated on the last batches, so that inference meets the target, before
+    the last checkpoint is written (with `metric_for_best_model`, of PEFT models only). The
     Trainer's checkpoints are full checkpoints. Those of a PEFT model hold LoRA, and in `wide/` the routers as an
     adapter for `wide.load`. In a loop of your own, for example with accelerate::
 
@@ -122,7 +123,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.temperatures = temperatures
         self.measured: Tensor | None = None
         self._open = ExitStack()
-        self._has_resumed = False
+        self._has_resumed = self._is_calibrated = False
         self._refused = ""
         self._batches = deque[TokenBatch]()
 
@@ -150,6 +151,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._steps = steps
         self._term_now: _Term | None = None
         self._batches.clear()
+        self._is_calibrated = False
         self._micro_batches, self._times = micro_batches, self._parallel.world if loss_is_multiplied else 1
         # Checkpointing that the loop has switched on may lose the gradient of masks; this is on instead.
         self._open.enter_context(layers_run(model))
@@ -180,6 +182,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         found = meet_target(self._model, list(self._batches), self.objective, adjust=True, parallel=self._parallel)
         asked = dataclasses.asdict(self.objective)
         attachment(self._model).provenance["prune"] = {"objective": asked, "steps": self._steps, "inference": found}
+        self._is_calibrated = True
 
     def _carry_term(self, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:
         """Take the term of a forward, and let the decoder's states `[B, T, D]` carry its gradient."""
@@ -296,17 +299,33 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.measured is not None and logs is not None and "loss" in logs:
             logs["sparsity"] = state.log_history[-1]["sparsity"] = float(self.measured)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Calibrate before the Trainer writes its last checkpoint."""
+        # Where evaluations choose the best step, the last one must not have thresholds that the others lack.
+        if control.should_training_stop and not args.metric_for_best_model:
+            self._finish()
+
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Write the routers beside PEFT's files."""
-        if _inner(model) is not model and state.is_world_process_zero:
+        """Write the routers beside PEFT's files, calibrated if no step follows."""
+        if _inner(model) is model:
+            return
+        if control.should_training_stop:
+            self._finish()
+        if state.is_world_process_zero:
             # What PEFT trains of the base itself (modules_to_save) lies in its own files.
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER
             save_adapter(_inner(model), folder, ignore_base_changes=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End, and calibrate."""
+        # By now the model may be the best one, of an earlier step.
+        self._is_calibrated &= not args.load_best_model_at_end
+        self._finish()
+
+    def _finish(self) -> None:
         self.end()
-        self.calibrate()
+        if not self._is_calibrated:
+            self.calibrate()
 
 
 def _inner(model: Any) -> Any:
