@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import wide
@@ -25,7 +26,7 @@ from wide.data.tokenizer import load_tokenizer
 from wide.errors import AdapterError
 from wide.models.attach import attachment
 from wide.plan import Dense, LayerPlan, Plan, Skipped
-from wide.records import read_records
+from wide.records import RecordFile, read_records
 from wide.report.selection import Selection
 from wide.runs import measuring, sources
 from wide.runs.materials import Materials
@@ -191,6 +192,39 @@ def test_interrupted_run_goes_on_with_resume(tiny_model_folder, prose_folder, tm
     assert not (tmp_path / "run" / "adapter").exists()
     assert main(["prune", *given, "--resume"]) == 0
     assert (tmp_path / "run" / "adapter" / "wide_config.json").exists()
+
+
+@pytest.mark.parametrize("method", ["skipgpt", "slicegpt"])
+def test_a_run_that_died_before_its_last_records_ends_as_if_it_had_not(
+    method, tiny_model_folder, prose_folder, tmp_path, monkeypatch
+):
+    pytest.importorskip("peft")
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--report=false", f"--method={method}"]
+    given += [*LORA, "--recover.learning_rate=0.01", *SHORT[:2], *SHORT[-3:]]
+    own = SHORT[4:6] if method == "skipgpt" else ["--slicegpt.num_windows=2", "--slicegpt.window_length=32"]
+    run, whole, plain = tmp_path / "run", tmp_path / "whole", RecordFile.append
+    assert main(["prune", *given, *own, "--output", str(whole)]) == 0
+
+    def append(self, records):
+        found = list(records)
+        if any(record.subject == "pruned + LoRA" for record in found) and self.path.name == "records.jsonl":
+            raise GeneratorExit
+        plain(self, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "append", append)
+        with pytest.raises(GeneratorExit):
+            main(["prune", *given, *own, "--output", str(run)])
+    # LoRA that lies in the adapter by now is not trained a second time.
+    shutil.rmtree(run / "stage2")
+    assert main(["prune", *given, *own, "--output", str(run), "--resume"]) == 0
+    found, wanted = (load_file(each / "adapter/lora/adapter_model.safetensors") for each in (run, whole))
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    read = [json.loads((each / "adapter" / "wide_config.json").read_text())["provenance"] for each in (run, whole)]
+    assert read[0].keys() == read[1].keys()
+    assert read[0]["method"]["tokens_backward"] == read[1]["method"]["tokens_backward"]
+    counts = [len(read_records(each / "records.jsonl")[0]) for each in (run, whole)]
+    assert counts[0] == counts[1]
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "wide.cli.main"]

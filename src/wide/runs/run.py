@@ -164,8 +164,10 @@ class Run:
         with flags_named("" if isinstance(asked.settings, WideConfig) else asked.method, of=own, not_of=("sparsity",)):
             apply(self._model, get(asked.method), blocks, target, asked.settings, **how)
         if places:
-            # At once: what took hours to decide must not wait for the evaluation.
-            save(self._model, self._folder.adapter)
+            # At once: what took hours to decide must not wait for the evaluation. What was trained lies there already,
+            # without what the method says of it.
+            trains = get(asked.method).trains
+            save(self._model, places["output"] / ADAPTER if trains else self._folder.adapter)
 
     def _recover(self, blocks: TokenBlocks, subject: str, objective: ObjectiveConfig | None = None) -> None:
         """Train LoRA; without an objective, toward that of stage 1."""
@@ -232,6 +234,10 @@ class Run:
         if is_attached(self._model):
             detach(self._model)
         load(self._model, adapter)
+        if subject == "pruned" and (lora := attachment(self._model).lora) is not None:
+            # Of the later stage; it puts on its own.
+            lora.unload()
+            attachment(self._model).lora = None
         return True
 
 
