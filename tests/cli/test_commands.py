@@ -637,7 +637,7 @@ def test_recover_refuses_lora_of_another_size(finished, tiny_model_folder, prose
         ]
     )
     assert code == 1
-    assert "rank 16 and alpha 32 already" in capsys.readouterr().err
+    assert "this model has LoRA already, and lora_rank 4 instead of 16 was asked for" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_told_without_a_traceback(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):

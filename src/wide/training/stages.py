@@ -38,8 +38,6 @@ from wide.training.trainer import Trainer, micro_batch_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout")
-
 
 def prune(
     model: Any,
@@ -184,9 +182,9 @@ def recover(
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     else:
-        had, asked = state.lora.config, dataclasses.asdict(stage)
-        of_both = {name: (had[name.replace("lora_rank", "r")], asked[name]) for name in _OF_LORA}
-        if words := ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in of_both.items() if was != now):
+        had = state.lora.config | {"lora_rank": state.lora.config["r"]}
+        pairs = [(name, had[name], getattr(stage, name)) for name in ("lora_rank", "lora_alpha", "lora_dropout")]
+        if words := ", ".join(f"{name} {now} instead of {was}" for name, was, now in pairs if was != now):
             raise ConfigError(
                 f"this model has LoRA already, and {words} was asked for; ask for what it has, or begin with the "
                 "adapter of stage 1"
