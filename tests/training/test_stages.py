@@ -4,12 +4,14 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from tiny import CONFIG, RandomSource, batch, dense_model, routed_model, stage
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, recorded_objective
 from wide.data.batches import TokenBlocks
+from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
 from wide.models.adapter import load
 from wide.models.attach import attachment, is_attached
@@ -239,6 +241,20 @@ def test_a_stage_on_frozen_routers_is_not_continued_on_others(tmp_path):
     run(1)
     with pytest.raises(ConfigError, match="settings, model or data; repeat"):
         run(1, learning_rate=0.1)
+
+
+def test_a_stage_is_not_continued_on_text_that_was_edited_in_the_middle(tmp_path):
+    def run(changed):
+        tokens = np.arange(160, dtype=np.uint32) % 40
+        tokens[80] += changed
+        text = TokenStream(tokens=tokens, starts=np.zeros(1, np.int64), largest_id=40)
+        how = {"config": CONFIG, "stage": stage(steps=2), "output": tmp_path, "resume": True}
+        return prune(dense_model(), TokenBlocks(text, 16), **how)
+
+    run(0)
+    run(0)
+    with pytest.raises(ConfigError, match=r"\(content '\w+' -> '\w+'\); repeat those"):
+        run(1)
 
 
 def test_trained_routers_come_back_from_the_checkpoint_whatever_lies_underneath(tmp_path):

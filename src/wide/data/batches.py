@@ -131,6 +131,12 @@ class TokenBlocks:
         """Tokens in all blocks."""
         return len(self) * self.sequence_length
 
+    def content_hash(self) -> str:
+        """Return a hash of all tokens and document starts; it reads them once."""
+        found = hashlib.sha256(np.ascontiguousarray(self._stream.tokens).data)
+        found.update(np.ascontiguousarray(self._stream.starts).data)
+        return found.hexdigest()[:16]
+
     def cut(self, sequence_length: int, *, seed: int) -> "TokenBlocks":
         """Return the same text in blocks of another length and order; nothing is copied."""
         return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name, split=self.split, first=self.first)

@@ -223,7 +223,9 @@ def _run(
     data, provenance = describe_source(source), attachment(model).provenance
     text, split = getattr(source, "name", None), getattr(source, "split", None)
     earlier = provenance.get("prune", {}) if name == "recover" else {}
-    seed, read = source.seed if isinstance(source, TokenBlocks) else None, 0
+    seed, read, content = None, 0, None
+    if isinstance(source, TokenBlocks):
+        seed, content = source.seed, source.content_hash()
     if earlier.get("data") == data:
         # On the same blocks, those that stage 1 read are left out: the first ones of its order, so that is kept.
         read = earlier["steps"] * earlier["stage"]["batch_size"]
@@ -239,7 +241,7 @@ def _run(
     told = {"stage": name, "data": data, "start": settings, "objective": dataclasses.asdict(objective)}
     known = _facts(model, told, stage)
     key = fingerprint(list(known.values()))
-    known["order"] = order
+    known |= {"order": order, "content": content}
     if not options.train_routers:
         # No checkpoint brings them back.
         known["frozen routers"] = _hash_of_routers(model)
