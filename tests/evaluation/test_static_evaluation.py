@@ -1,10 +1,12 @@
 """Static plans under evaluation: dense beside pruned, constant sparsity, no routers to watch."""
 
+import copy
 import json
 
 import pytest
 import torch
 from plans import kept_plan, skipped_plan
+from transformers import AutoModelForCausalLM
 
 from wide.data.documents import Document
 from wide.errors import NotAttachedError
@@ -12,7 +14,8 @@ from wide.evaluation.evaluate import evaluate
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.routing_stats import routing_stats
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
-from wide.models.attach import attach, detach
+from wide.materialisation.materialise import materialise
+from wide.models.attach import attach, attachment, detach
 from wide.models.cost import static_sparsity
 from wide.plan import Dense, LayerPlan, Plan
 
@@ -65,3 +68,18 @@ def test_a_checkpoint_of_replaced_weights_cannot_be_compared_with_what_it_was(pl
     with pytest.raises(NotAttachedError, match="compare_dense=False"):
         evaluate(pruned, DOCUMENTS, **options)
     assert evaluate(pruned, DOCUMENTS, compare_dense=False, **options).sparsity.parameters_removed == 0
+
+
+@pytest.mark.parametrize("how", ["sliced", "masked"])
+def test_a_cut_checkpoint_knows_what_it_was_trained_on(how, plain_model, tokenizer, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(document.text for document in DOCUMENTS))
+    model = copy.deepcopy(plain_model)
+    plan, tensors = kept_plan(model)
+    attach(model, plan, tensors=tensors)
+    attachment(model).provenance["method"] = {"method": "ddp", "text": str(text), "split": "train"}
+    materialise(model, how).save_pretrained(tmp_path / "cut")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "cut")
+    for each in (model, loaded):
+        assert evaluate(each, text, tokenizer=tokenizer, window=32).data == f"{text} (heldout)"
+    assert evaluate(plain_model, text, tokenizer=tokenizer, window=32).data == str(text)

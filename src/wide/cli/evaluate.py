@@ -104,7 +104,7 @@ def _evaluate(
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.tasks import check_tasks
     from wide.models.adapter import read_config
-    from wide.models.attach import attachment, detach, is_attached
+    from wide.models.attach import attachment, detach, trained_on
     from wide.models.hub import find_adapter
     from wide.models.lora import merge_lora
     from wide.models.pretrained import device_name
@@ -126,7 +126,7 @@ def _evaluate(
     documents, name = None, None
     check_window(scoring, tasks, model)
     if scoring.data is not None:
-        provenance = attachment(model).provenance if is_attached(model) else provenance
+        provenance |= trained_on(model)
         documents, name = held_out_documents(
             scoring.data, scoring, text_field=tasks.text_field, tokenizer=tokenizer, provenance=provenance
         )

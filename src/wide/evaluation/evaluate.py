@@ -22,7 +22,7 @@ from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import check_tasks
 from wide.inference.optimize import deoptimize, optimize
-from wide.models.attach import attachment, is_attached
+from wide.models.attach import is_attached, trained_on
 from wide.models.cost import SkipCounter
 from wide.schema import require
 
@@ -89,7 +89,7 @@ def evaluate(
     text: TokenBlocks | Sequence[Document | str] | None
     if isinstance(data, str | Path):
         reading: dict[str, Any] = {"text_field": text_field, "tokenizer": tokenizer}
-        split = split or scored_split(data, attachment(model).provenance if is_attached(model) else {}, **reading)
+        split = split or scored_split(data, trained_on(model), **reading)
         text = list(load_documents(data, split=split, **reading))
         title: str | None = str(data) if split is None else f"{data} ({split})"
     else:

@@ -20,7 +20,7 @@ from wide.materialisation.checkpoint import (
 from wide.materialisation.cut import check_cuttable, cut
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
 from wide.materialisation.stream import bases_around, check_lossless, norm_scales, rotate_embedding, rotate_layer
-from wide.models.attach import attachment, detach
+from wide.models.attach import attachment, detach, keep_trained_on, trained_on
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear, require_own_keys
 from wide.models.discovery import discover
 from wide.models.lora import merge_lora
@@ -68,10 +68,12 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
     merge_lora(model)
     tensors = {name: tensor.detach() for name, tensor in state.static_parameters().items()}
     tensors |= {scale_name(gate.layer_index, gate.half_layer): gate.factors().detach() for gate in state.static_gates()}
+    stages = trained_on(model)
     # What LoRA and the method made of the weights stays in them.
     state.lora, state.replaced = None, None
     detach(model)
     take_own_config(model)
+    keep_trained_on(model, stages)
     if how == "masked":
         _mask(plan, specs, tensors)
     else:

@@ -56,6 +56,7 @@ from wide.schema import require
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
+_TRAINED_ON = "wide_trained_on"
 
 
 @dataclass(slots=True)
@@ -122,6 +123,20 @@ def attachment(model: nn.Module) -> Attachment:
             f"this {type(model).__name__} has no routers; call wide.attach(model, wide.WideConfig(...)) or wide.load"
         )
     return found
+
+
+def trained_on(model: Any) -> dict[str, Any]:
+    """Return the texts, and their splits, that routers, LoRA or a method read, by stage; those of a cut model, too."""
+    stages: dict[str, Any] = getattr(model.config, _TRAINED_ON, {})
+    if is_attached(model):
+        stages = stages | attachment(model).provenance
+    read = {name: stage for name, stage in stages.items() if isinstance(stage, Mapping) and stage.get("text")}
+    return {name: {key: stage[key] for key in ("text", "split") if key in stage} for name, stage in read.items()}
+
+
+def keep_trained_on(model: Any, stages: dict[str, Any]) -> None:
+    """Write into a model's own configuration what `trained_on` returned before the plan was taken off."""
+    setattr(model.config, _TRAINED_ON, stages)
 
 
 def plan_for(config: WideConfig, specs: Sequence[BlockSpec]) -> Plan:
