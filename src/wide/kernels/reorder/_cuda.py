@@ -9,8 +9,8 @@ import torch
 from wide.kernels.device import cuda_obstacle
 from wide.kernels.native.build import cache_folder, cubin
 from wide.kernels.native.launch import Kernel
-from wide.kernels.reorder.op import ROWS_BACKENDS
-from wide.kernels.reorder.rows_reference import CHUNK_ROWS, SORTED_GROUPS, TILE_ROWS, UNIT_ROWS, num_words
+from wide.kernels.reorder.op import ROWS_BACKENDS, Four, rows_outputs
+from wide.kernels.reorder.rows_reference import CHUNK_ROWS, SORTED_GROUPS, TILE_ROWS, num_words
 
 # As reorder_rows.cu has them.
 _PACK_ROWS, _RANK_ROWS, _ITEM_TILES, _MAX_GROUPS, _THREADS = 128, 256, 256, 128, 1024
@@ -50,7 +50,7 @@ def _kernels(words: int) -> dict[str, Kernel]:
 
 
 @ROWS_BACKENDS.register("cuda", needs=cuda_obstacle)
-def reorder_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def reorder_rows(mask: torch.Tensor) -> Four:
     """Run `reorder_rows_reference`."""
     num_rows, num_groups = mask.shape
     count, tiles, packs, chunks = (
@@ -65,8 +65,7 @@ def reorder_rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     packed, places, counts = new(num_rows, 4), new(num_rows, 4), new(packs, _MAX_GROUPS, dtype=torch.int16)
     # Read 16 at once.
     buckets = new(-(-num_rows // 16) * 16, dtype=torch.uint8)
-    index, cost, items = new(num_rows), new(tiles), new(tiles)
-    words, unions = new(count, num_rows), new(TILE_ROWS // UNIT_ROWS * tiles, count)
+    (index, words, unions, items), cost = rows_outputs(mask), new(tiles)
     run["rows_pack"](device, packs, raw, packed, counts, num_rows, num_groups, *raw.stride())
     run["rows_rank"](device, -(-num_rows // _RANK_ROWS), packed, counts, places, buckets, num_rows, num_groups)
     bits = min(num_groups, SORTED_GROUPS)

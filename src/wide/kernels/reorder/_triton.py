@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 
 from wide.kernels.device import elementwise_obstacle
-from wide.kernels.reorder.op import BACKENDS, PATTERNS_BACKENDS, SEQUENCES_BACKENDS
+from wide.kernels.reorder.op import (
+    BACKENDS,
+    PATTERNS_BACKENDS,
+    SEQUENCES_BACKENDS,
+    Five,
+    Two,
+    patterns_outputs,
+    reorder_outputs,
+    sequences_outputs,
+)
 from wide.kernels.reorder.reference import BAND
 from wide.kernels.reordering import Reordering
 
@@ -27,27 +36,17 @@ _MAX_BYTES_READ = 2**25
 
 
 @BACKENDS.register("triton", needs=elementwise_obstacle)
-def reorder(
-    mask: torch.Tensor, *, block_m: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def reorder(mask: torch.Tensor, *, block_m: int) -> Five:
     """Run `reorder_reference` in two kernels."""
-    num_rows, num_groups = mask.shape
-    new: dict[str, Any] = {"dtype": torch.int32, "device": mask.device}
-    index = torch.empty(num_groups, num_rows, **new)
-    counts = torch.empty(num_groups, **new)
-    offsets = torch.empty(num_groups + 1, **new)
-    tiles = torch.empty(num_groups * triton.cdiv(num_rows, block_m), 2, **new)
-    num_tiles = torch.empty(2, **new)
-    _place_rows(mask.view(torch.uint8).unsqueeze(0), index, counts, (offsets, tiles, num_tiles, block_m))
-    return index, counts, offsets, tiles, num_tiles
+    index, counts, *lists = outputs = reorder_outputs(mask, block_m)
+    _place_rows(mask.view(torch.uint8).unsqueeze(0), index, counts, (*lists, block_m))
+    return outputs
 
 
 @SEQUENCES_BACKENDS.register("triton", needs=elementwise_obstacle)
-def reorder_sequences(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reorder_sequences(mask: torch.Tensor) -> Two:
     """Run `reorder_sequences_reference` in two kernels."""
-    num_sequences, num_tokens, num_groups = mask.shape
-    index = torch.empty(num_sequences, num_groups, num_tokens, dtype=torch.int32, device=mask.device)
-    counts = torch.empty(num_sequences, num_groups, dtype=torch.int32, device=mask.device)
+    index, counts = sequences_outputs(mask)
     _place_rows(mask.view(torch.uint8), index, counts, None)
     return index, counts
 
@@ -56,7 +55,7 @@ def _place_rows(
     mask: torch.Tensor,
     index: torch.Tensor,
     counts: torch.Tensor,
-    descriptors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
+    descriptors: tuple[Any, ...] | None,
 ) -> None:
     num_sequences, num_rows, num_groups = mask.shape
     # Enough chunks to fill a GPU, few enough that summing their counts stays cheap.
@@ -202,24 +201,16 @@ def _list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M: tl.constexpr, BAN
 
 
 @PATTERNS_BACKENDS.register("triton", needs=elementwise_obstacle)
-def reorder_patterns(
-    mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def reorder_patterns(mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool) -> Five:
     """Run `reorder_patterns_reference` as a counting sort in two kernels."""
     num_rows, num_groups = mask.shape
     num_blocks = triton.cdiv(num_groups, groups_per_block)
-    max_row_tiles = triton.cdiv(num_rows, block_m)
-    new: dict[str, Any] = {"dtype": torch.int32, "device": mask.device}
-    index = torch.empty(num_blocks, num_rows, **new)
-    patterns = torch.empty(num_blocks, num_rows, **new)
-    counts = torch.empty(num_blocks, **new)
-    tiles = torch.empty(num_blocks * max_row_tiles, 2, **new)
-    num_tiles = torch.empty(1, **new)
+    outputs = patterns_outputs(mask, block_m, groups_per_block)
     bins = max(32, 2**groups_per_block)
     small, large = _SORT_CHUNKS
     chunk = small if num_blocks * triton.cdiv(num_rows, small) ** 2 * bins * 4 <= _MAX_BYTES_READ else large
     num_chunks = triton.cdiv(num_rows, chunk)
-    histogram = torch.empty(num_blocks, num_chunks, bins, **new)
+    histogram = torch.empty(num_blocks, num_chunks, bins, dtype=torch.int32, device=mask.device)
     codes = torch.empty(num_blocks, num_chunks * chunk, dtype=torch.uint8, device=mask.device)
     raw = mask.view(torch.uint8)
     _histogram_kernel[(num_chunks, num_blocks)](
@@ -229,12 +220,12 @@ def reorder_patterns(
         S=groups_per_block, BITS=triton.next_power_of_2(groups_per_block), CHUNK=chunk, BINS=bins, num_warps=4,
     )  # fmt: skip
     _sort_kernel[(num_chunks + 1, num_blocks)](
-        codes, histogram, index, patterns, counts, tiles, num_tiles,
+        codes, histogram, *outputs,
         num_rows, num_chunks, num_blocks,
         CHUNK=chunk, STEP=_SORT_STEP, BINS=bins, ALL_BLOCKS=max(16, triton.next_power_of_2(num_blocks)),
         BLOCK_M=block_m, KEEPS_EMPTY=keeps_empty, num_warps=4,
     )  # fmt: skip
-    return index, patterns, counts, tiles, num_tiles
+    return outputs
 
 
 @triton.jit

@@ -1,6 +1,5 @@
 """Reorder as operators of torch."""
 
-import functools
 from typing import Any
 
 import torch
@@ -83,37 +82,40 @@ def _empty(mask: torch.Tensor, *shape: int) -> torch.Tensor:
     return mask.new_empty(shape, dtype=torch.int32)
 
 
-def _reorder_outputs(mask: torch.Tensor, block_m: int) -> Five:
+def reorder_outputs(mask: torch.Tensor, block_m: int) -> Five:
+    """Return memory for index, counts, offsets, tiles and number of tiles of `Reordering`."""
     rows, groups = mask.shape
     tiles = _empty(mask, groups * ((rows + block_m - 1) // block_m), 2)
     return _empty(mask, groups, rows), _empty(mask, groups), _empty(mask, groups + 1), tiles, _empty(mask, 2)
 
 
-@operator(_reorder_outputs)
+@operator(reorder_outputs)
 def _reorder(mask: torch.Tensor, block_m: int, backend: str) -> Five:
     _check(mask, 2, block_m)
     return BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask, block_m=block_m)
 
 
-def _sequences_outputs(mask: torch.Tensor) -> Two:
+def sequences_outputs(mask: torch.Tensor) -> Two:
+    """Return memory for index and counts of `SequenceReordering`."""
     sequences, tokens, groups = mask.shape
     return _empty(mask, sequences, groups, tokens), _empty(mask, sequences, groups)
 
 
-@operator(_sequences_outputs)
+@operator(sequences_outputs)
 def _reorder_sequences(mask: torch.Tensor, backend: str) -> Two:
     _check(mask, 3)
     return SEQUENCES_BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask)
 
 
-def _patterns_outputs(mask: torch.Tensor, block_m: int, groups_per_block: int) -> Five:
+def patterns_outputs(mask: torch.Tensor, block_m: int, groups_per_block: int) -> Five:
+    """Return memory for index, patterns, counts, tiles and number of tiles of `PatternReordering`."""
     rows, groups = mask.shape
     blocks = (groups + groups_per_block - 1) // groups_per_block
     tiles = _empty(mask, blocks * ((rows + block_m - 1) // block_m), 2)
     return _empty(mask, blocks, rows), _empty(mask, blocks, rows), _empty(mask, blocks), tiles, _empty(mask, 1)
 
 
-@operator(_patterns_outputs)
+@operator(patterns_outputs)
 def _reorder_patterns(mask: torch.Tensor, block_m: int, groups_per_block: int, keeps_empty: bool, backend: str) -> Five:
     _check(mask, 2, block_m)
     if not 1 <= groups_per_block <= PATTERN_GROUPS:
@@ -122,14 +124,15 @@ def _reorder_patterns(mask: torch.Tensor, block_m: int, groups_per_block: int, k
     return PATTERNS_BACKENDS.run(backend, mask.device, AnyShape(mask.dtype), mask, **options)
 
 
-def _rows_outputs(mask: torch.Tensor) -> Four:
-    num_rows, num_groups = mask.shape
-    tiles, words = (num_rows + TILE_ROWS - 1) // TILE_ROWS, num_words(num_groups)
-    new = functools.partial(mask.new_empty, dtype=torch.int32)
-    return new((num_rows,)), new((words, num_rows)), new((TILE_ROWS // UNIT_ROWS * tiles, words)), new((tiles,))
+def rows_outputs(mask: torch.Tensor) -> Four:
+    """Return memory for the fields of `RowReordering`."""
+    rows, groups = mask.shape
+    tiles, words = (rows + TILE_ROWS - 1) // TILE_ROWS, num_words(groups)
+    unions = _empty(mask, TILE_ROWS // UNIT_ROWS * tiles, words)
+    return _empty(mask, rows), _empty(mask, words, rows), unions, _empty(mask, tiles)
 
 
-@operator(_rows_outputs)
+@operator(rows_outputs)
 def _reorder_rows(mask: torch.Tensor, backend: str) -> Four:
     if mask.dtype != torch.bool or mask.dim() != 2 or 0 in mask.shape or mask.shape[1] > MAX_GROUPS:
         raise ShapeError(
