@@ -27,12 +27,12 @@ import torch
 import benchmarks.languages
 import wide
 from benchmarks.operators import SIZES, TIMED, candidate_backend, table
+from benchmarks.races import measure as measure_race
+from benchmarks.races import product_race
 from benchmarks.targets import WIDE, head, measure, reached
 from wide.data.batches import load_blocks
 from wide.data.tokenizer import load_tokenizer
 from wide.inference.choice.layer_sizes import candidates
-from wide.inference.choice.tuning.products import product_race
-from wide.inference.choice.tuning.race import measure as measure_race
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.models.observe import forward_without_head, judging, observe
 

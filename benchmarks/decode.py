@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 
+from benchmarks.races import BenchRace
 from wide.inference.choice.tuning.attention import TOLERANCE, library_attention
 from wide.inference.choice.tuning.products import COLD_BYTES, choice_name, exact_mask, normal
-from wide.inference.choice.tuning.race import Call, Race, relative
+from wide.inference.choice.tuning.race import Call, relative
 from wide.kernels.attention_decode.op import BACKENDS, DecodeShape, attention_decode
 from wide.kernels.tuning import Choice
 
@@ -32,7 +33,7 @@ _TILES: tuple[Tile, ...] = (
 )  # fmt: skip
 
 
-def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterator[Race]:
+def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterator[BenchRace]:
     """Yield the races of groups of whole KV heads, with several tiles.
 
     Args:
@@ -44,7 +45,7 @@ def decode_races(active: float, *, quick: bool, device: torch.device) -> Iterato
         yield decode_race(batch, length, active, _TILES[:4] if quick else _TILES, device=device)
 
 
-def decode_race(batch: int, length: int, active: float, tiles: Sequence[Tile], *, device: torch.device) -> Race:
+def decode_race(batch: int, length: int, active: float, tiles: Sequence[Tile], *, device: torch.device) -> BenchRace:
     """Return the race of one step with groups of whole KV heads.
 
     Args:
@@ -58,7 +59,7 @@ def decode_race(batch: int, length: int, active: float, tiles: Sequence[Tile], *
     return _race(f"decode B={batch} T={length} p={active}", mask, length, active, tiles, _caches(mask, length))
 
 
-def group_races(active: float, *, quick: bool, device: torch.device) -> Iterator[Race]:
+def group_races(active: float, *, quick: bool, device: torch.device) -> Iterator[BenchRace]:
     """Yield the races of groups of 1 to 32 query heads; arguments as of `decode_races`."""
     for batch, length in _LONG[:1] if quick else _LONG:
         masks = [exact_mask(batch, QUERY_HEADS // heads, active=active, device=device) for heads in GROUP_HEADS]
@@ -83,7 +84,7 @@ def _race(
     active: float,
     tiles: Sequence[Tile],
     caches: Sequence[torch.Tensor],
-) -> Race:
+) -> BenchRace:
     batch, num_groups = mask.shape
     heads = QUERY_HEADS // num_groups
     q = normal(batch, QUERY_HEADS, HEAD_DIM, device=mask.device)
@@ -118,7 +119,7 @@ def _race(
     facts = {"batch": batch, "length": length, "active": active}
     if name.startswith("decode_groups"):
         facts |= {"group_size": heads * HEAD_DIM, "group_heads": heads, "union": union}
-    return Race(
+    return BenchRace(
         name=name,
         candidates=candidates,
         wanted=candidates["dense flash"][0],

@@ -22,13 +22,12 @@ from benchmarks.cases.gemm_mn import GEMM_MN
 from benchmarks.cases.gemv import GEMV_K, GEMV_MN
 from benchmarks.cases.reorder import REORDER, REORDER_PATTERNS, REORDER_ROWS, REORDER_SEQUENCES
 from benchmarks.decode import decode_race, decode_races, group_races
+from benchmarks.races import BenchRace, Record, measure, product_race, prompt_race
 from wide.data.progress import progress
 from wide.errors import ConfigError
 from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape, candidates
 from wide.inference.choice.measured import measured_table
-from wide.inference.choice.tuning.attention import prompt_race
-from wide.inference.choice.tuning.products import product_race
-from wide.inference.choice.tuning.race import TOLERANCE, Race, Record, measure
+from wide.inference.choice.tuning.race import TOLERANCE
 from wide.inference.operators.table import OperatorName
 from wide.kernels.dispatch import backend_names
 from wide.kernels.reorder.op import reorder, reorder_patterns
@@ -239,7 +238,7 @@ def _rounding_line(record: Mapping[str, Any]) -> str:
     )
 
 
-def _of_backends(race: Race, backends: Sequence[str]) -> Race:
+def _of_backends(race: BenchRace, backends: Sequence[str]) -> BenchRace:
     """Return a race of the dense peers, the candidates of some backends and what ships."""
     wanted = ("dense", *backends)
     kept = {n: calls for n, calls in race.candidates.items() if candidate_backend(n) in wanted or n == race.shipped}
@@ -257,7 +256,7 @@ def candidate_backend(candidate: str) -> str:
     return "gluon" if "gluon" in candidate or "hopper" in candidate else "triton"
 
 
-def races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:
+def races(name: str, request: BenchRequest, device: torch.device) -> Iterator[BenchRace]:
     """Yield the races of one of `OPERATORS`, or of `COARSE`."""
     if name == COARSE:
         yield from _coarse_races(request.rows, device)
@@ -291,13 +290,13 @@ def _shipped(name: OperatorName, sizes: LayerSizes, rows: int, active: float, de
 
 def _product(
     name: OperatorName, sizes: LayerSizes, rows: int, active: float, device: torch.device, **options: Any
-) -> Race:
+) -> BenchRace:
     """Return the race of a product; options as of `product_race`."""
     shipped = _shipped(name, sizes, rows, active, device)
     return product_race(name, sizes, rows, active, device=device, zeroed=None, shipped=shipped, **options)
 
 
-def _product_races(name: str, request: BenchRequest, device: torch.device) -> Iterator[Race]:
+def _product_races(name: str, request: BenchRequest, device: torch.device) -> Iterator[BenchRace]:
     in_ffn, in_attention = ("gate_up", "query") if name == "gemm_mn" else ("down", "output")
     if not request.is_usual:
         shapes = [(request.group_size or _GROUP, request.active)]
@@ -313,7 +312,7 @@ def _product_races(name: str, request: BenchRequest, device: torch.device) -> It
         yield _product(in_attention, SIZES, rows, request.active, device, quick=request.quick)  # type: ignore[arg-type]
 
 
-def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]:
+def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[BenchRace]:
     shapes = [(4096, request.active), (16384, request.active)]
     if request.sparsity is None and not request.quick:
         shapes = [(1024, _ACTIVE), *shapes, (4096, 0.34), (16384, 0.34)]
@@ -327,7 +326,7 @@ def _prompt_races(request: BenchRequest, device: torch.device) -> Iterator[Race]
         yield prompt_race(SIZES, length, active, tried, device=device, shipped=shipped)
 
 
-def _reorder_race(rows: int, device: torch.device) -> Race:
+def _reorder_race(rows: int, device: torch.device) -> BenchRace:
     """Return the race of reordering alone: FFN and attention layouts, and pattern sorts."""
     generator = torch.Generator(device=device).manual_seed(17)
     ffn = torch.rand(rows, SIZES.ffn_groups, device=device, generator=generator) < _ACTIVE
@@ -336,7 +335,7 @@ def _reorder_race(rows: int, device: torch.device) -> Race:
     def patterns(mask: torch.Tensor, groups: int, *, empty: bool = False) -> torch.Tensor:
         return reorder_patterns(mask, groups_per_block=groups, keeps_empty=empty, backend="triton").index
 
-    return Race(
+    return BenchRace(
         kind="sweep",
         name=f"reorder M={rows}",
         peer="112 groups",
@@ -360,7 +359,7 @@ def coarse_shapes(rows: Sequence[int]) -> Iterator[tuple[int, int, float]]:
     yield from dict.fromkeys([*middle, *shares, *((_MIDDLE, size, _ACTIVE) for size in (64, 256, 512, 32))])
 
 
-def _coarse_races(rows: Sequence[int], device: torch.device) -> Iterator[Race]:
+def _coarse_races(rows: Sequence[int], device: torch.device) -> Iterator[BenchRace]:
     for count, size, active in coarse_shapes(rows):
         sizes = _with_groups(size)
         products: tuple[OperatorName, ...] = ("gate_up", "down", "query", "output")

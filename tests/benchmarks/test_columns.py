@@ -70,14 +70,21 @@ def test_masks_of_a_trained_model_have_a_race_for_each_layer():
 
 
 def test_races_have_the_names_by_which_rows_are_found(monkeypatch):
-    def draw(name, sizes, rows, active, device, _mask):
+    def draw(name, sizes, rows, active, **_):
         mask = torch.ones(rows, sizes.grouped(name)[1], dtype=torch.bool)
         x = torch.zeros(rows, 1)
-        return products._Product(
-            name=name, sizes=sizes, mask=mask, weights=[LinearWeights(torch.zeros(2, 1, 1))], x=x, zeros=x, holes=x
+        return products.Product(
+            name=name,
+            sizes=sizes,
+            active=active,
+            mask=mask,
+            weights=[LinearWeights(torch.zeros(2, 1, 1))],
+            x=x,
+            zeros=x,
+            holes=x,
         )
 
-    monkeypatch.setattr(products._Product, "draw", draw)
+    monkeypatch.setattr(products.Product, "draw", draw)
     monkeypatch.setattr(products, "left_to_tiles", lambda mask: 1.0)
     monkeypatch.setattr(bench, "prompt_race", lambda sizes, length, active, *_, **__: f"prefill T={length} p={active}")
     found = set()

@@ -57,49 +57,35 @@ def test_what_was_measured_is_found_by_shape(tmp_path: Path) -> None:
     assert table.nearest(GEMM_MN.name, CASE, CPU, fewer_rows=True) == measured
 
 
-def _record(backend: str, median_us: float, **more: Any) -> dict[str, Any]:
-    choice = dataclasses.asdict(Choice(backend=backend, **more))
-    sizes = {"num_rows": 4000, "num_groups": 2, "group_size": 128, "depth": 64}
-    case = {"operator": "gemm_mn", "sizes": sizes, "dtype": "bfloat16", "active": 0.5, "options": {"gated": True}}
-    return {"candidate": "any", "median_us": median_us, "choice": choice, "case": case}
-
-
 def test_tuning_keeps_the_fastest() -> None:
-    records = [
-        _record("dense", 10.0),
-        _record("triton", 7.0, tile=(128, 64, 4, 8, 1, 1), block_m=128),
-        _record("triton", 5.0, tile=(128, 64, 4, 8, 1, 2), block_m=64),
-        {"candidate": "packed", "median_us": 1.0},
+    timed = [
+        Choice(backend="dense", median_us=10.0),
+        Choice(backend="triton", tile=(128, 64, 4, 8, 1, 1), block_m=128, median_us=7.0),
+        Choice(backend="triton", tile=(128, 64, 4, 8, 1, 2), block_m=64, median_us=5.0),
     ]
-    ((_, _, choice),) = fastest(records).values()
-    assert (choice.median_us, choice.dense_us) == (5.0, 10.0)
+    ((name, choice),) = fastest("gemm_mn", timed).items()
+    assert (name, choice.median_us, choice.dense_us) == ("gemm_mn", 5.0, 10.0)
 
 
 def test_dense_wins_a_tie_within_the_noise() -> None:
-    records = [_record("triton", 9.9, tile=(128, 64, 4, 8, 1, 1)), _record("dense", 10.0)]
-    assert {choice.backend for _, _, choice in fastest(records).values()} == {"dense"}
+    timed = [Choice(backend="triton", median_us=9.9), Choice(backend="dense", median_us=10.0)]
+    assert {choice.backend for choice in fastest("gemm_mn", timed).values()} == {"dense"}
 
 
 def test_a_product_over_one_sort_is_kept_though_dense_won() -> None:
-    def of_down(backend: str, median_us: float, **more: Any) -> dict[str, Any]:
-        record = _record(backend, median_us, **more)
-        sizes = {"num_rows": 4096, "num_groups": 112, "group_size": 128, "width": 4096}
-        return record | {"case": record["case"] | {"operator": "gemm_k", "sizes": sizes, "options": {}}}
-
-    sort: dict[str, Any] = {"tile": (128, 256), "groups_per_block": 112, "left_to_tiles": 0.97}
-    records = [of_down("dense", 10.0), of_down("cuda", 10.3, **sort), of_down("triton", 12.0, groups_per_block=8)]
-    found = {name: choice for name, _, choice in fastest(records).values()}
+    sort: dict[str, Any] = {"backend": "cuda", "tile": (128, 256), "groups_per_block": 112, "left_to_tiles": 0.97}
+    dense, once = Choice(backend="dense", median_us=10.0), Choice(**sort, median_us=10.3)
+    found = fastest("gemm_k", [dense, once, Choice(backend="triton", groups_per_block=8, median_us=12.0)])
     assert found["gemm_k"].backend == "dense"
-    kept = Choice(backend="cuda", **sort, median_us=10.3, dense_us=10.0)
-    assert found == {"gemm_k": found["gemm_k"], "gemm_k_rows": kept}
+    assert found == {"gemm_k": found["gemm_k"], "gemm_k_rows": Choice(**sort, median_us=10.3, dense_us=10.0)}
     # Nothing to compare it with, and a sort of few groups, which has no masks to be alike under.
-    assert "gemm_k_rows" not in {name for name, _, _ in fastest(records[1:]).values()}
-    few = of_down("cuda", 7.0, tile=(128, 256), groups_per_block=8)
-    assert {name for name, _, _ in fastest([records[0], few]).values()} == {"gemm_k"}
+    assert "gemm_k_rows" not in fastest("gemm_k", [once])
+    few = Choice(backend="cuda", tile=(128, 256), groups_per_block=8, median_us=7.0)
+    assert set(fastest("gemm_k", [dense, few])) == {"gemm_k"}
 
 
 def test_a_dense_product_without_a_rival_is_no_choice() -> None:
-    assert fastest([_record("dense", 10.0), {"candidate": "operator", "median_us": 1.0}]) == {}
+    assert fastest("gemm_mn", [Choice(backend="dense", median_us=10.0)]) == {}
 
 
 def test_what_a_choice_decides_is_no_part_of_its_key() -> None:
@@ -108,15 +94,14 @@ def test_what_a_choice_decides_is_no_part_of_its_key() -> None:
 
 
 def test_a_shipped_table_lies_below_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fastest([_record("triton", 7.0, tile=(128, 64, 4, 8, 1, 1))])
-    TuningTable(tmp_path / "cpu.json").store({key: choice for key, (_, _, choice) in found.items()})
+    choice = Choice(backend="triton", tile=(128, 64, 4, 8, 1, 1), median_us=7.0)
+    TuningTable(tmp_path / "cpu.json").store({shape_key("gemm_mn", CASE): choice})
     monkeypatch.setattr("wide.kernels.tuning.shipped_path", lambda name: tmp_path / f"{name}.json")
     monkeypatch.setattr("wide.kernels.tuning._shipped", _uncached_shipped)
-    _, case, choice = next(iter(found.values()))
     table = TuningTable(tmp_path / "tuning.json")
-    assert table.nearest("gemm_mn", case, CPU, fewer_rows=True) == choice
-    table.store({tuning_key("gemm_mn", CPU, case): Choice(backend="dense")})
-    assert table.nearest("gemm_mn", case, CPU, fewer_rows=True) == Choice(backend="dense")
+    assert table.nearest("gemm_mn", CASE, CPU, fewer_rows=True) == choice
+    table.store({tuning_key("gemm_mn", CPU, CASE): Choice(backend="dense")})
+    assert table.nearest("gemm_mn", CASE, CPU, fewer_rows=True) == Choice(backend="dense")
 
 
 def _uncached_shipped(name: str) -> dict[str, Choice]:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from torch.nn.attention import SDPBackend
 
-from benchmarks import decode
+from benchmarks import decode, races
 from benchmarks import operators as bench
 from wide.inference.choice.tuning import attention, products, race
 from wide.inference.choice.tuning.timing import Timing
@@ -55,7 +55,7 @@ def clock(dense_us=30.0, sparse_us=10.0):
 @pytest.fixture
 def host(monkeypatch, triton_everywhere):
     """Everything that names the GPU's kernels points at the host; layers are small."""
-    for module in (executors, products, attention, bench, decode):
+    for module in (executors, products, attention, bench, decode, races):
         for name in KERNELS & vars(module).keys():
             monkeypatch.setattr(module, name, reference_of(getattr(module, name)))
         if hasattr(module, "COLD_BYTES"):

@@ -26,8 +26,8 @@ from benchmarks.operators import (
     races,
     run_bench,
 )
+from benchmarks.races import BenchRace, measure
 from wide.errors import ConfigError
-from wide.inference.choice.tuning.race import Race, measure
 from wide.kernels.dispatch import Backends
 from wide.kernels.native import tilelang
 from wide.kernels.tuning import Case
@@ -48,7 +48,7 @@ CANDIDATES = {
 
 
 def test_dense_peers_stay_whatever_is_timed():
-    race = Race(name="q", candidates={name: [] for name in CANDIDATES}, wanted=None)
+    race = BenchRace(name="q", candidates={name: [] for name in CANDIDATES}, wanted=None)
 
     def kept(*backends):
         return [CANDIDATES[name] for name in bench._of_backends(race, backends).candidates]

@@ -8,10 +8,11 @@ import torch
 
 import benchmarks.languages  # noqa: F401 - whose backends are tried here, too
 from benchmarks.operators import candidate_backend, table
+from benchmarks.races import BenchRace, measure, product_race, shipped_name
 from wide.inference.choice.layer_sizes import LayerSizes, candidates
 from wide.inference.choice.tuning import race as racing
-from wide.inference.choice.tuning.products import choice_name, product_race, shipped_name
-from wide.inference.choice.tuning.race import Race, launched, measure
+from wide.inference.choice.tuning.products import choice_name
+from wide.inference.choice.tuning.race import launched, run
 from wide.inference.choice.tuning.timing import Timing
 from wide.kernels import device as kernel_device
 from wide.kernels.dispatch import Backends
@@ -63,7 +64,7 @@ def _race(**changes):
         "failing 1": [_fails],
     }
     facts = {"name": "q", "candidates": candidates, "wanted": candidates["dense 12"][0], "trusted": ("dense other 10",)}
-    return Race(**facts | changes)
+    return BenchRace(**facts | changes)
 
 
 def test_what_disagrees_is_not_timed_and_what_fails_is_recorded(clock):
@@ -94,7 +95,7 @@ def test_a_race_may_name_its_peer_and_what_ships(clock):
 
 
 def test_no_candidate_but_the_peers_is_begun_after_the_time(clock):
-    assert {r["candidate"] for r in measure(_race(), rounds=1, until=0.0)} == {"dense 12", "dense other 10"}
+    assert set(run(_race(), rounds=1, until=0.0)) == {"dense 12", "dense other 10"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")

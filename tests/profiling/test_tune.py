@@ -166,7 +166,7 @@ def test_steps_come_first_and_what_no_time_is_left_for_is_named_and_stays_dense(
     monkeypatch.setattr(race, "time_interleaved", clock(30.0))
     told = []
     table = TuningTable()
-    found = tune_layers(layers, table=table, device=CPU, rows=ROWS, quick=True, seconds=0.08, progress=told.append)
+    found = tune_layers(layers, table=table, device=CPU, rows=ROWS, quick=True, seconds=0.07, progress=told.append)
     names = [each.name for each in told]
     assert names[:4] == ["gate_up, 1 rows", "down, 1 rows", "query, 1 rows", "output, 1 rows"]
     assert found.left_out

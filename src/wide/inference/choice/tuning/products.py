@@ -4,7 +4,7 @@ Inputs are random, in bfloat16. Products over input groups read NaN where nothin
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from wide.inference.choice.layer_sizes import LayerSizes, candidates, operator_case
-from wide.inference.choice.tuning.race import Call, Race, relative
+from wide.inference.choice.tuning.race import TOLERANCE, Call, Race, relative
 from wide.inference.operators.products import GatedWeights, LinearWeights
 from wide.inference.operators.table import DENSE, SUMS, OperatorName
 from wide.kernels.gemv.op import MAX_ROWS
@@ -25,7 +25,6 @@ from wide.kernels.tuning import Choice
 # Copies of weights and caches rotate through more bytes of executing data than any second-level cache holds.
 COLD_BYTES = 192 * 1024**2
 _LEAST_COPIES = 4
-_LABELS = {"query": "q", "output": "o"}
 # Gated products are compared with a float32 reference and round once more than it.
 _GEMV_TOLERANCE = 1.5e-2
 
@@ -43,15 +42,6 @@ def exact_mask(*shape: int, active: float, device: torch.device) -> torch.Tensor
     return (order < round(active * count)).view(shape)
 
 
-def shipped_name(choices: Mapping[str, Choice], shipped: Choice | None) -> str:
-    """Return the candidate that a choice of a table stands for; a choice without a tile takes its backend's first."""
-    if shipped is None:
-        return ""
-    alike = [name for name, choice in choices.items() if choice.backend == shipped.backend]
-    same = [name for name in alike if shipped.tile and choices[name].kernel == shipped.kernel]
-    return next(iter([*same, *alike]), "")
-
-
 def choice_name(choice: Choice) -> str:
     """Return the name of a candidate in records, which says backend and tile, and how rows are sorted."""
     fields = [str(int(value)) for value in choice.tile]
@@ -63,10 +53,12 @@ def choice_name(choice: Choice) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Product:
+class Product:
     """What a race multiplies.
 
     Args:
+        name: 'query', 'output', 'gate_up' or 'down'.
+        active: Share of (row, group) pairs that execute.
         mask: bool [M, N_G].
         weights: Copies; gate and up are one buffer, as `wide.optimize` lays them.
         x: Rows, [M, K].
@@ -76,6 +68,7 @@ class _Product:
 
     name: OperatorName
     sizes: LayerSizes
+    active: float
     mask: torch.Tensor
     weights: Sequence[LinearWeights]
     x: torch.Tensor
@@ -89,10 +82,14 @@ class _Product:
         sizes: LayerSizes,
         rows: int,
         active: float,
+        *,
         device: torch.device,
-        given: torch.Tensor | None = None,
-    ) -> "_Product":
-        """Return random rows and weights; those of few rows in so many copies that no cache holds them."""
+        mask: torch.Tensor | None = None,
+    ) -> "Product":
+        """Return random rows and weights; those of few rows in so many copies that no cache holds them.
+
+        A mask is given for many rows only; None draws one.
+        """
         width, groups, size = sizes.grouped(name)
         outputs, inputs = (sizes.hidden_size, width) if name in SUMS else (width, sizes.hidden_size)
         parts = 2 if sizes.gates(name) else 1
@@ -105,9 +102,9 @@ class _Product:
             )
             copies = max(_LEAST_COPIES, math.ceil(COLD_BYTES / executing_bytes))
         else:
-            generator = torch.Generator(device=device).manual_seed(17)
-            mask, copies = torch.rand(rows, groups, device=device, generator=generator) < active, 1
-        mask = mask if given is None else given
+            generator, copies = torch.Generator(device=device).manual_seed(17), 1
+            drawn = torch.rand(rows, groups, device=device, generator=generator) < active
+            mask = drawn if mask is None else mask
         weights = []
         for _ in range(copies):
             weight = normal(parts * outputs, inputs, device=device, scale=inputs**-0.5)
@@ -117,7 +114,8 @@ class _Product:
         if name in SUMS:
             executing = mask.repeat_interleave(size, 1)
             zeros, holes = (torch.where(executing, x, value) for value in (0.0, float("nan")))
-        return cls(name=name, sizes=sizes, mask=mask, weights=weights, x=x, zeros=zeros, holes=holes)
+        given: dict[str, Any] = {"name": name, "sizes": sizes, "active": active, "mask": mask, "weights": weights}
+        return cls(**given, x=x, zeros=zeros, holes=holes)
 
     def run(self, weights: LinearWeights, choice: Choice, zeroed: bool = False) -> torch.Tensor:
         """Run a choice as an optimised model does, its sort included."""
@@ -128,7 +126,49 @@ class _Product:
         )
         return both.output_groups(self.x, self.mask, choice, sorts="triton", zeroed=zeroed)[0]
 
-    def peers(self) -> dict[str, Sequence[Call]]:
+    def race(self, choices: Sequence[Choice], *, zeroed: bool = True) -> Race:
+        """Return the race of choices; each call of many rows charges its sort.
+
+        The peer of a sum over input groups multiplies what a dense model has; zeros in skipped places, our fallback,
+        draw less power and are faster. With `zeroed`, skipped places of 'gate_up' get zeros, as the down projection
+        needs wherever it is dense, which it mostly is.
+        """
+        raced, rows = self._peers(), len(self.x)
+        peers, few = tuple(raced), rows <= MAX_ROWS
+        sums = self.name in SUMS and not few
+        stands_for = {peer: DENSE for peer in peers if not sums or peer == "dense on zeros"}
+        for choice in dict.fromkeys([Choice(backend="triton"), *choices] if few else choices):
+            label = choice_name(choice)
+            raced[label] = [partial(self.run, weight, choice, zeroed and self.may_clear) for weight in self.weights]
+            if choice.groups_per_block > PATTERN_GROUPS:
+                choice = replace(choice, left_to_tiles=left_to_tiles(self.mask))
+            stands_for[label] = choice
+        if few:
+            # A gated peer gives both products, as wide as two of ours: how long it takes is what counts.
+            trusted = peers if self.sizes.gates(self.name) else ()
+            wanted, tolerance = self._exact, _GEMV_TOLERANCE
+        else:
+            # The dense peer of sums multiplies what the others skip.
+            trusted = ("dense",) if sums else ()
+            wanted, tolerance = raced["dense on zeros" if sums else "dense"][0], TOLERANCE
+        operator, case = operator_case(self.name, self.sizes, rows, self.active)
+        return Race(
+            candidates=raced,
+            wanted=wanted,
+            error=self._error,
+            trusted=trusted,
+            tolerance=tolerance,
+            operator=operator,
+            case=case,
+            choices=stands_for,
+        )
+
+    @property
+    def may_clear(self) -> bool:
+        """Whether skipped places may be asked to be zeros; the down projection reads int8 rows where they execute."""
+        return self.name == "gate_up" and len(self.x) > MAX_ROWS and not self.sizes.int8_rows(self.name)
+
+    def _peers(self) -> dict[str, Sequence[Call]]:
         if len(self.x) <= MAX_ROWS and self.weights[0].scale is not None:
             return {"dense int8": [partial(each.dense, self.zeros) for each in self.weights]}
         stacked = [each.weight for each in self.weights]
@@ -149,12 +189,12 @@ class _Product:
             "dense with select": [partial(_with_select, self.holes, stacked[0], self.mask)],
         }
 
-    def exact(self) -> torch.Tensor:
+    def _exact(self) -> torch.Tensor:
         found = linear(self.zeros.float(), self.weights[0].expanded(torch.float32).weight.float())
         gate, up = found.chunk(2, 1)
         return silu(gate) * up if self.sizes.gates(self.name) else found
 
-    def error(self, got: torch.Tensor, wanted: torch.Tensor) -> float:
+    def _error(self, got: torch.Tensor, wanted: torch.Tensor) -> float:
         if self.name in SUMS:
             return relative(got, wanted)
         executing = self.mask.repeat_interleave(got.shape[1] // self.mask.shape[1], 1)
@@ -162,90 +202,11 @@ class _Product:
 
 
 def product_race(
-    name: OperatorName,
-    sizes: LayerSizes,
-    rows: int,
-    active: float,
-    *,
-    device: torch.device,
-    choices: Sequence[Choice] | None = None,
-    quick: bool = True,
-    zeroed: bool | None = True,
-    shipped: Choice | None = None,
-    mask: torch.Tensor | None = None,
+    name: OperatorName, sizes: LayerSizes, rows: int, active: float, *, device: torch.device, quick: bool
 ) -> Race:
-    """Return the race of a linear operator of a layer; each call of many rows charges its sort.
-
-    The peer of a sum over input groups multiplies what a dense model has; zeros in skipped places, our fallback, draw
-    less power and are faster.
-
-    Args:
-        name: 'query', 'output', 'gate_up' or 'down'.
-        rows: M.
-        active: Share of (row, group) pairs that execute.
-        choices: That are tried; None = those that fit.
-        zeroed: Of 'gate_up', whether skipped places get zeros, as the down projection needs wherever it is dense, which
-            it mostly is; None leaves such places unwritten, and has the first choice write zeros, too.
-        shipped: What `wide.optimize` takes today, which is tried first.
-        mask: Of many rows, bool [M, N_G]; None draws a random one.
-    """
-    product = _Product.draw(name, sizes, rows, active, device, mask)
-    raced, few = product.peers(), rows <= MAX_ROWS
-    sums, gated = name in SUMS and not few, sizes.gates(name)
-    if choices is None:
-        choices = candidates(name, sizes, rows, device, quick=quick)
-    tried = list(choices)
-    tried = [shipped.kernel, *tried] if shipped is not None and shipped.tile else tried
-    tried = list(dict.fromkeys([Choice(backend="triton"), *tried] if few else tried))
-    stands_for = {peer: DENSE for peer in raced if not sums or peer == "dense on zeros"}
-    # Int8 rows of the down projection are read where they execute.
-    may_clear = name == "gate_up" and not few and not sizes.int8_rows(name)
-    for choice in tried:
-        label = choice_name(choice)
-        clears = may_clear and bool(zeroed)
-        raced[label] = [partial(product.run, weight, choice, clears) for weight in product.weights]
-        if choice.groups_per_block > PATTERN_GROUPS:
-            choice = replace(choice, left_to_tiles=left_to_tiles(product.mask))
-        stands_for[label] = choice
-    if may_clear and zeroed is None and tried:
-        raced[f"{choice_name(tried[0])} zeroed"] = [partial(product.run, product.weights[0], tried[0], True)]
-    operator, case = operator_case(name, sizes, rows, active)
-    width, _, size = sizes.grouped(name)
-    facts = {"num_rows": rows, "group_size": size, "active": active}
-    weight_bytes = float(product.weights[0].weight.nbytes)
-    if few:
-        union = product.mask.any(0).float().mean().item()
-        about: dict[str, Any] = {
-            "name": f"gemv {name} M={rows} G={size} p={active}",
-            "wanted": product.exact,
-            # A gated peer gives both products, as wide as two of ours: how long it takes is what counts.
-            "trusted": tuple(product.peers()) if gated else (),
-            "tolerance": _GEMV_TOLERANCE,
-            "bytes_moved": union * weight_bytes,
-            "facts": facts | {"union": union},
-        }
-    else:
-        about = {
-            "kind": "sweep",
-            "name": f"{_LABELS.get(name, name)} G={size} p={active} M={rows}",
-            "peer": "dense",
-            "wanted": raced["dense on zeros" if sums else "dense"][0],
-            # It multiplies what the others skip.
-            "trusted": ("dense",) if sums else (),
-            "flop": 2.0 * product.mask.sum().item() * size * sizes.hidden_size * (2 if gated else 1),
-            # Weights, rows on the side without groups, and executing pairs on the other.
-            "bytes_moved": weight_bytes + 2.0 * rows * (sizes.hidden_size + active * width),
-            "facts": facts,
-        }
-    return Race(
-        candidates=raced,
-        error=product.error,
-        operator=operator,
-        case=case,
-        choices=stands_for,
-        shipped=shipped_name(stands_for, shipped),
-        **about,
-    )
+    """Return the race of a linear operator of a layer, of the choices that fit; arguments as of `Product.draw`."""
+    choices = candidates(name, sizes, rows, device, quick=quick)
+    return Product.draw(name, sizes, rows, active, device=device).race(choices)
 
 
 def _with_select(h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

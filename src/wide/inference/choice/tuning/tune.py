@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from wide.errors import ConfigError
-from wide.inference.choice.layer_sizes import LayerSizes, candidates
+from wide.inference.choice.layer_sizes import LayerSizes
 from wide.inference.choice.measured import ONE_SORT
 from wide.inference.choice.tuning.attention import prompt_race
 from wide.inference.choice.tuning.products import product_race
-from wide.inference.choice.tuning.race import Race, Record, measure
+from wide.inference.choice.tuning.race import Race, run
 from wide.inference.operators.table import OperatorName
 from wide.kernels.reordering import PATTERN_GROUPS
-from wide.kernels.tuning import Case, Choice, TuningTable, shape_key, tuning_key
+from wide.kernels.tuning import Choice, TuningTable, tuning_key
 from wide.models.block_spec import BlockSpec
 from wide.plan import Plan, Routed
 
@@ -170,13 +170,25 @@ def _measured(
     """Return the fastest choices of a race by their keys, and what was found in words."""
     # Kernels and libraries that do not take a shape have errors of their own kinds.
     try:
-        records = measure(make(), rounds=rounds, until=until)
+        return _raced(make(), device, rounds=rounds, until=until)
     except Exception as error:
         return {}, f"not measured, stays dense ({type(error).__name__}: {str(error)[:160]})"
     finally:
         torch.cuda.empty_cache()
-    found = {tuning_key(name, device, case): choice for name, case, choice in fastest(records).values()}
-    return found, _verdict(list(found.values()), records)
+
+
+def _raced(race: Race, device: torch.device, *, rounds: int, until: float) -> tuple[dict[str, Choice], str]:
+    outcomes = run(race, rounds=rounds, until=until)
+    assert race.case is not None
+    timed = [
+        replace(race.choices[name], median_us=outcome.timing.median_us)
+        for name, outcome in outcomes.items()
+        if outcome.timing is not None and name in race.choices
+    ]
+    found = fastest(race.operator, timed)
+    failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
+    keyed = {tuning_key(name, device, race.case): choice for name, choice in found.items()}
+    return keyed, _verdict(list(found.values()), failures)
 
 
 def _shapes(
@@ -196,49 +208,33 @@ def _shapes(
             active = executed[1] if name in ("gate_up", "down") else executed[0]
             yield f"{name}, {count} rows", partial(product_race, name, sizes, count, active, **options)
         if layer.attention and not few:
-            tried = candidates("attention", sizes, count, **options)
-            yield f"attention, {count} tokens", partial(prompt_race, sizes, count, executed[0], tried, device=device)
+            yield f"attention, {count} tokens", partial(prompt_race, sizes, count, executed[0], **options)
 
 
-def fastest(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, Case, Choice]]:
-    """Return operator, case and fastest choice by `shape_key` from the records of races.
+def fastest(operator: str, timed: Sequence[Choice]) -> dict[str, Choice]:
+    """Return the fastest choice of one shape, by the operator under whose name tables keep it.
 
-    Records are from `measure` or files of `wide bench`; those without a choice or a time are ignored, and so are shapes
-    of which only the dense product was timed with a choice. A product over one sort of many groups has an entry of its
+    Nothing is kept where only the dense product was timed. A product over one sort of many groups has an entry of its
     own beside, faster or not, as 'gemm_k_rows': what it takes depends on masks, and those at hand may be more alike
     than the measured ones.
     """
-    shapes: dict[str, tuple[str, Case, list[Choice]]] = {}
-    for record in records:
-        if "choice" not in record or "median_us" not in record:
-            continue
-        described = dict(record["case"])
-        operator, dtype = described.pop("operator"), getattr(torch, described.pop("dtype"))
-        case = Case(dtype=dtype, **described)
-        choice = Choice(
-            **{**record["choice"], "tile": tuple(record["choice"]["tile"]), "median_us": record["median_us"]}
-        )
-        shapes.setdefault(shape_key(operator, case), (operator, case, []))[2].append(choice)
-    found: dict[str, tuple[str, Case, Choice]] = {}
-    for key, (operator, case, choices) in shapes.items():
-        # The strongest of several dense peers is the one to beat.
-        dense_us = min((choice.median_us for choice in choices if choice.backend == "dense"), default=0.0)
-        if any(choice.backend != "dense" for choice in choices):
-            found[key] = operator, case, replace(min(choices, key=_cost), dense_us=dense_us)
-        once = [choice for choice in choices if choice.groups_per_block > PATTERN_GROUPS]
-        if once and dense_us:
-            best = replace(min(once, key=_cost), dense_us=dense_us)
-            found[shape_key(ONE_SORT, case)] = ONE_SORT, case, best
-    return found
+    # The strongest of several dense peers is the one to beat.
+    dense_us = min((choice.median_us for choice in timed if choice.backend == "dense"), default=0.0)
+    once = [choice for choice in timed if choice.groups_per_block > PATTERN_GROUPS]
+    found = {}
+    if any(choice.backend != "dense" for choice in timed):
+        found[operator] = min(timed, key=_cost)
+    if once and dense_us:
+        found[ONE_SORT] = min(once, key=_cost)
+    return {name: replace(choice, dense_us=dense_us) for name, choice in found.items()}
 
 
 def _cost(choice: Choice) -> float:
     return choice.median_us if choice.backend == "dense" else choice.median_us * _NOISE
 
 
-def _verdict(choices: Sequence[Choice], records: Sequence[Record]) -> str:
+def _verdict(choices: Sequence[Choice], failures: Sequence[str]) -> str:
     if not choices:
-        failures = [record["failure"] for record in records if "failure" in record]
         return f"no kernel fits, stays dense{f' ({failures[0][:160]})' if failures else ''}"
     best = min(choices, key=_cost)
     if best.backend == "dense":
