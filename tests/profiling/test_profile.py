@@ -370,17 +370,17 @@ def test_prompts_of_a_text_differ_and_an_adapter_runs_merged(tiny_model_folder, 
     add_lora(model, rank=2)
     save(model, tmp_path / "adapter")
     named = {"model": str(tiny_model_folder), "adapter": str(tmp_path / "adapter"), "text": str(tmp_path / "text")}
-    job = profile._Job(options=ProfileOptions(**named, prompt="24", batch="1,2"), device=CPU, backend="torch")
-    found = job.pruned_model(job.dense_model())
+    options = ProfileOptions(**named, prompt="24", batch="1,2")
+    found = profile._pruned_model(options, profile._dense_model(options, CPU))
     assert attachment(found).lora.merged
     (tmp_path / "text").write_text("One text that is longer than a prompt and shorter than two of them.")
-    first, second = job.tokens(found).tolist()
+    first, second = profile._prompts(options, found).tolist()
     assert first == load_tokenizer(tiny_model_folder)((tmp_path / "text").read_text())["input_ids"][:24]
     assert first[0] == second[0]
     assert first[1:] != second[1:]
     (tmp_path / "text").write_text(" \n")
     with pytest.raises(ConfigError, match="holds no text"):
-        job.tokens(found)
+        profile._prompts(options, found)
 
 
 def test_sessions_of_batches_take_turns(monkeypatch):

@@ -25,12 +25,12 @@ one session. Sequences of a batch differ.
 """
 
 import copy
+import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,71 +87,56 @@ def run_profile(options: ProfileOptions, out: Path, *, device: torch.device, say
     """
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(17)
-    job = _Job(options=options, device=device, backend=backend)
-    report = _Report(options, out / "endtoend.json", say)
-    return _Profile(job, report).run()
+    return _Profile(options, device, backend, _Report(options, out / "endtoend.json", say)).run()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    options: ProfileOptions
-    device: torch.device
-    backend: str
-
-    def shapes(self) -> Iterator[tuple[int, int]]:
-        for batch in self.options.batches:
-            yield from ((length, batch) for length in self.options.prompts)
-
-    @property
-    def method(self) -> str:
-        facts = {} if self.options.adapter is None else read_config(Path(self.options.adapter))["provenance"]
-        return str(facts.get("method", {}).get("method", "wide"))
-
-    def dense_model(self) -> Any:
-        """Return the model without routers, in evaluation mode, that never ends a text by itself."""
-        options = self.options
-        if options.model is None:
-            shape = options.shape or "llama-3.1-8b"
-            model = random_model(shape, num_layers=options.layers, device=self.device, dtype=_dtype(self.device))
-        else:
-            dtype = str(_dtype(self.device)).removeprefix("torch.")
-            model = load_pretrained(options.model, dtype=dtype, device=str(self.device))
-        model.requires_grad_(False)
-        # Of what a base says of generation nothing is to count: no last token, no beams.
-        model.generation_config = GenerationConfig()
-        return model.eval()
-
-    def pruned_model(self, dense: Any) -> Any:
-        """Return a copy of a model with the adapter's plan, or random routers."""
-        model = copy.deepcopy(dense)
-        if self.options.adapter is not None:
-            model = load(model, self.options.adapter)
-            if attachment(model).lora is not None:
-                merge_lora(model)
-        if not is_attached(model):
-            attach(model, WideConfig(ffn_group_size=self.options.ffn_group_size or 128))
-        model.requires_grad_(False)
-        return model.eval()
-
-    def tokens(self, model: Any) -> Tensor:
-        """Return prompts [most sequences, most tokens], all different: of the text, repeated as needed, or random."""
-        options = self.options
-        batch, count = max(options.batches), max(options.prompts)
-        if options.text is not None and options.model is not None:
-            text = Path(options.text).read_text(encoding="utf-8")
-            if not text.strip():
-                raise ConfigError(f"{options.text} holds no text to make prompts of")
-            ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=self.device)
-            # Sequences that are alike would skip alike, which batches do not.
-            starts = torch.arange(batch, device=self.device) * max(1, ids.numel() // batch)
-            rows = ids[(starts[:, None] + torch.arange(count, device=self.device)) % ids.numel()]
-            rows[:, 0] = ids[0]  # BOS, where the tokenizer has it.
-            return rows
-        return torch.randint(0, model.config.vocab_size, (batch, count), device=self.device)
+def _dense_model(options: ProfileOptions, device: torch.device) -> Any:
+    """Return the model without routers, in evaluation mode, that never ends a text by itself."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if options.model is None:
+        shape = options.shape or "llama-3.1-8b"
+        model = random_model(shape, num_layers=options.layers, device=device, dtype=dtype)
+    else:
+        model = load_pretrained(options.model, dtype=str(dtype).removeprefix("torch."), device=str(device))
+    model.requires_grad_(False)
+    # Of what a base says of generation nothing is to count: no last token, no beams.
+    model.generation_config = GenerationConfig()
+    return model.eval()
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def _pruned_model(options: ProfileOptions, dense: Any) -> Any:
+    """Return a copy of a model with the adapter's plan, or random routers."""
+    model = copy.deepcopy(dense)
+    if options.adapter is not None:
+        model = load(model, options.adapter)
+        if attachment(model).lora is not None:
+            merge_lora(model)
+    if not is_attached(model):
+        attach(model, WideConfig(ffn_group_size=options.ffn_group_size or 128))
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _prompts(options: ProfileOptions, model: Any) -> Tensor:
+    """Return prompts [most sequences, most tokens], all different: of the text, repeated as needed, or random."""
+    batch, count, device = max(options.batches), max(options.prompts), model.device
+    if options.text is None or options.model is None:
+        return torch.randint(0, model.config.vocab_size, (batch, count), device=device)
+    text = Path(options.text).read_text(encoding="utf-8")
+    if not text.strip():
+        raise ConfigError(f"{options.text} holds no text to make prompts of")
+    ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=device)
+    # Sequences that are alike would skip alike, which batches do not.
+    starts = torch.arange(batch, device=device) * max(1, ids.numel() // batch)
+    rows = ids[(starts[:, None] + torch.arange(count, device=device)) % ids.numel()]
+    rows[:, 0] = ids[0]  # BOS, where the tokenizer has it.
+    return rows
+
+
+def _method(adapter: str | None) -> str:
+    """Return the pruning method that made an adapter."""
+    facts = {} if adapter is None else read_config(Path(adapter))["provenance"]
+    return str(facts.get("method", {}).get("method", "wide"))
 
 
 class _Report:
@@ -185,10 +170,9 @@ class _Report:
             self.say(_line(record))
         self.say(f"({time.perf_counter() - self._began:.0f} s)")
 
-    def finish(self) -> bool:
+    def finish(self) -> None:
         self.content["finished"] = True
         self._write()
-        return True
 
     def _write(self) -> None:
         write_whole(self._file, json.dumps(self.content, indent=1) + "\n")
@@ -223,27 +207,27 @@ def _record(
 class _Profile:
     """A dense model as loaded and a copy with routers, through one sparsity after the other, or with a static plan."""
 
-    def __init__(self, job: _Job, report: _Report) -> None:
+    def __init__(self, options: ProfileOptions, device: torch.device, backend: str, report: _Report) -> None:
         """Load both; only the first is there when its memory is measured."""
-        self.job, self.report, self.options = job, report, job.options
-        self.dense = job.dense_model()
-        self.tokens = job.tokens(self.dense)
+        self.options, self.device, self.backend, self.report = options, device, backend, report
+        self.dense = _dense_model(options, device)
+        self.tokens = _prompts(options, self.dense)
         self.prompt = self.tokens[:1]
         self.first_prompt = self.prompt[:, : self.options.prompts[0]]
         self.weight_bytes = torch.cuda.memory_allocated()
         reset_peak()
         generate_us(self.dense, self.first_prompt, 2)
         self.dense_peak = torch.cuda.max_memory_allocated()
-        self.model = job.pruned_model(self.dense)
+        self.model = _pruned_model(options, self.dense)
         # In the same engine: a static plan's has cut matrices alone. Parameters are those of the model as loaded.
         self.peer: Any = None
         if not attachment(self.model).plan.is_routed:
-            if job.options.weights != "model":
-                report.say(f"a static plan runs in the model's dtype, not in {job.options.weights}")
+            if options.weights != "model":
+                report.say(f"a static plan runs in the model's dtype, not in {options.weights}")
             self.report.content["weights"] = "model"
             self.peer = copy.deepcopy(self.dense, {id(each): each for each in self.dense.parameters()})
             plan = plan_of(attachment(self.model).specs, lambda *_: Dense())
-            optimize(attach(self.peer, plan), backend=job.backend)
+            optimize(attach(self.peer, plan), backend=backend)
         # What the model as loaded took, by shape; it is timed once.
         self.as_loaded: dict[tuple[int, int], dict[str, Timing]] = {}
         self.batched_as_loaded: dict[int, float] = {}
@@ -254,12 +238,13 @@ class _Profile:
         for wanted in [None] if self.options.adapter is not None else self.options.skipped:
             if not self._start(wanted) or not all(map(self._is_right, sorted({*self.options.batches} - {1}))):
                 return False
-            for length, batch in self.job.shapes():
+            for batch, length in itertools.product(self.options.batches, self.options.prompts):
                 self._race(length, batch)
             if self.options.requests and not self._race_batches():
                 return False
             deoptimize(self.model)
-        return self.report.finish()
+        self.report.finish()
+        return True
 
     def _start(self, wanted: tuple[float, float] | None) -> bool:
         """Set thresholds, optimise, and check what has not been checked with the same tables."""
@@ -281,12 +266,12 @@ class _Profile:
                 warnings.simplefilter("ignore")
             optimize(
                 self.model,
-                backend=self.job.backend,
+                backend=self.backend,
                 weights=self.report.content["weights"],
                 executed=executed,
                 tune=any(self.skipped),
             )
-        start["optimize_s"] = now(self.job.device) - began
+        start["optimize_s"] = now(self.device) - began
         # What a static plan leaves of the matrices, which the dense peer does not need.
         self.cut_bytes = torch.cuda.memory_allocated() - held
         before = torch.cuda.memory_allocated()
@@ -321,7 +306,7 @@ class _Profile:
         torch.cuda.empty_cache()
         ffn = next((r for r in state.routers() if r.half_layer == "ffn"), None)
         width = getattr(self.model.config.get_text_config(), "intermediate_size", None)
-        facts = {"layers": len(state.specs), "method": self.job.method}
+        facts = {"layers": len(state.specs), "method": _method(self.options.adapter)}
         if ffn is not None and width:
             facts["ffn_group_size"] = width // ffn.num_groups
         return self.report.begin("gate", gate, start, **facts)
