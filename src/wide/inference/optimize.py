@@ -124,7 +124,8 @@ def optimize(
     for spec in state.specs:
         require_plain(spec)
     layers = tuned_layers(state.specs, state.plan, weights)
-    device, dtype = _place(state.specs[0].attention.query.weight)
+    weight: Any = state.specs[0].attention.query.weight
+    device, dtype = weight.device, weight.dtype
     if table is not None:
         _require_kernels(layers, table, device, dtype)
         tables = [table] * len(layers)
@@ -170,10 +171,6 @@ def deoptimize(model: ModelT) -> ModelT:
     state.engine.remove()
     state.engine = None
     return model
-
-
-def _place(weight: Any) -> tuple[torch.device, torch.dtype]:
-    return weight.device, weight.dtype
 
 
 def _require_kernels(

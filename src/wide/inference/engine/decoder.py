@@ -62,7 +62,7 @@ class Decoder:
 
     def give_back(self) -> None:
         """Give the model's projections their own weights again, in memory of their own."""
-        self._weights.give_back()
+        self._weights.taken.give_back()
 
     @property
     def quantised(self) -> Sequence[nn.Linear]:

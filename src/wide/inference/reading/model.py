@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wide.errors import UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
 from wide.inference.reading.pruned import padded_basis, subspaces
-from wide.inference.reading.quantising import Weights, unstack_linears
+from wide.inference.reading.quantising import Weights
 from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_norm, require_known, require_plain
 from wide.models.attach import attachment
 from wide.models.block_spec import BlockSpec
@@ -58,10 +58,6 @@ class ModelWeights:
     max_length: int
     taken: Weights
 
-    def give_back(self) -> None:
-        """Give all projections their own weights again, in memory of their own."""
-        _give_back(self.specs, self.taken)
-
 
 def read_model(model: nn.Module, max_length: int | None = None, weights: str = "model") -> ModelWeights:
     """Return the weights of a model, in one of `WEIGHTS`; without `max_length` with as many positions as it has.
@@ -97,7 +93,7 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
     norm = read_norm(base.norm, "last norm")
     assert norm is not None
     angles = _angles(base.rotary_emb, embedding, max_length, [_kind(config, spec.index) for spec in specs])
-    taken = Weights(weights, embed.weight)
+    taken = Weights(weights, embed.weight, specs)
     try:
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
@@ -132,16 +128,8 @@ def read_model(model: nn.Module, max_length: int | None = None, weights: str = "
             taken=taken,
         )
     except BaseException:
-        _give_back(specs, taken, drops=True)
+        taken.give_back(drops=True)
         raise
-
-
-def _give_back(specs: Sequence[BlockSpec], taken: Weights, *, drops: bool = False) -> None:
-    taken.give_back(drops=drops)
-    for spec in specs:
-        parts = [] if spec.ffn is None else [spec.ffn.gate, spec.ffn.up]
-        parts += [spec.attention.query, spec.attention.key, spec.attention.value]
-        unstack_linears([part for part in parts if isinstance(part, nn.Linear)])
 
 
 def require_readable(plan: Plan, *, is_replaced: bool, weights: str) -> None:

@@ -10,6 +10,7 @@ from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.operators.products import LinearWeights
 from wide.kernels.device import HALF
 from wide.kernels.int8 import hadamard, quantise_int8
+from wide.models.block_spec import BlockSpec
 
 WEIGHTS = ("model", "int8", "w8a8")
 """Formats of the weights under the routers: the model's own dtype, or int8 with a scale for each output channel; with
@@ -19,11 +20,13 @@ WEIGHTS = ("model", "int8", "w8a8")
 class Weights:
     """Takes linear layers as the engine multiplies them, in one of `WEIGHTS`, and gives the model its own back.
 
-    The embedding's weight, `near`, stays where the model computes.
+    The embedding's weight, `near`, stays where the model computes; `specs` are of all layers.
     """
 
-    def __init__(self, form: str, near: Tensor) -> None:
+    def __init__(self, form: str, near: Tensor, specs: Sequence[BlockSpec]) -> None:
         self._form, self._near = form, near
+        # What reads a sublayer's input may come to lie in one buffer.
+        self._reading = [linear for spec in specs for _, part in spec.sublayers() for linear in part.linears()[:-1]]
         self.quantised: list[nn.Linear] = []
         self.saved_bytes = 0
 
@@ -58,7 +61,7 @@ class Weights:
         return whole
 
     def give_back(self, *, drops: bool = False) -> None:
-        """Let quantised layers compute with their own weights again, bit for bit those that they had.
+        """Let layers have their own weights again, bit for bit those that they had, each in memory of its own.
 
         Where memory does not suffice, all stay in host memory. With `drops` the copies go first: nobody uses them.
         """
@@ -75,6 +78,11 @@ class Weights:
         # Last: another thread may run the masked model.
         self._forget()
         self.quantised, self.saved_bytes = [], 0
+        # Saving and sharding must see independent tensors.
+        for module in self._reading:
+            for parameter in (module.weight, module.bias) if isinstance(module, nn.Linear) else ():
+                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    parameter.data = parameter.data.clone()
 
     def _forget(self) -> None:
         for linear in self.quantised:
@@ -145,14 +153,6 @@ def _refuse_copies(*_arguments: Any) -> Any:
 
 REFUSED_COPIES = dict.fromkeys(("__deepcopy__", "__reduce_ex__"), _refuse_copies)
 """Attributes of a module that cannot be copied or pickled."""
-
-
-def unstack_linears(linears: Sequence[nn.Linear]) -> None:
-    """Give every parameter memory of its own again, so that saving and sharding see independent tensors."""
-    for linear in linears:
-        for parameter in (linear.weight, linear.bias):
-            if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
-                parameter.data = parameter.data.clone()
 
 
 def stack(parameters: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -87,8 +88,4 @@ def launched(call: Callable[[], object]) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    counts: dict[str, int] = {}
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            counts[event.name] = counts.get(event.name, 0) + 1
-    return counts
+    return dict(Counter(event.name for event in profiler.events() if event.device_type == DeviceType.CUDA))
