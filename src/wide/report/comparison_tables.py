@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from wide.report.comparison import TASK, Comparison, Row
-from wide.report.figure import looks, to_csv
+from wide.report.figure import LOOKS, to_csv
 from wide.report.page import Section
 from wide.report.table import Table, decimal, percent
 
@@ -29,14 +29,14 @@ def _amount(value: float, _error: float | None) -> str:
     return f"{value:z.0f}"
 
 
-_LOOKS = looks("tables")
 _SHOW = {"decimal": decimal, "percent": percent, "ratio": _ratio, "amount": _amount}
 _SHOW["seconds"] = lambda value, _error: f"{value:,.0f}" if value >= 10 else f"{value:z.1f}"
 QUALITY, FACTS = (
-    tuple(Column(title, metric, _SHOW[show]) for title, metric, show in _LOOKS[part]) for part in ("quality", "facts")
+    tuple(Column(title, metric, _SHOW[show]) for title, metric, show in LOOKS["tables"][part])
+    for part in ("quality", "facts")
 )
 """What a row is worth; what it removes, and what it cost."""
-TASK_NAMES: dict[str, str] = _LOOKS["tasks"]
+TASK_NAMES: dict[str, str] = LOOKS["tables"]["tasks"]
 """Zero-shot tasks as the paper's tables call them, in their order."""
 _WORD, _AVERAGE, _RETENTION = QUALITY[3:]
 
@@ -47,7 +47,9 @@ def comparison_sections(comparison: Comparison) -> list[Section]:
     return [
         Section(title="Quality", tables=[quality_table(comparison)]),
         *([Section(title="Zero-shot tasks", tables=[tasks])] if tasks else []),
-        Section(title="What is removed, and what it cost", tables=[facts_table(comparison)], texts=_LOOKS["legend"]),
+        Section(
+            title="What is removed, and what it cost", tables=[facts_table(comparison)], texts=LOOKS["tables"]["legend"]
+        ),
         *([Section(title="Deviations and failures", items=notes)] if notes else []),
     ]
 

@@ -27,14 +27,8 @@ _ACROSS = ("-", ":", "-.")
 _DPI, _WIDTH, _WIDE = 150, 9.0, 2.5
 _MANY_ENTRIES, _MANY_CELLS, _MANY_TICKS, _MANY_MARKERS = 8, 8, 48, 24
 _STYLE = resources.files("wide.report") / "wide.mplstyle"
-_LIGHT, _DARK = (244, 248, 252), (0, 48, 104)
-
-
-def shade(share: float) -> str:
-    """Return the colour of a share in [0, 1] on the scale from light to dark blue, whose lightness falls evenly."""
-    share = min(max(share, 0.0), 1.0)
-    parts = (round(light + share * (dark - light)) for light, dark in zip(_LIGHT, _DARK, strict=True))
-    return "#" + "".join(f"{part:02x}" for part in parts)
+LIGHT, DARK = "#f4f8fc", "#003068"
+"""The ends of the scale of shares, along which lightness falls evenly."""
 
 
 def require_matplotlib() -> None:
@@ -182,7 +176,7 @@ def _image(drawn: Any, axes: Any, figure: Figure, rows: Sequence[Row]) -> None:
     for row in rows:
         value = row[figure.y]
         cells[down.index(row[figure.by])][across.index(row[figure.x])] = math.nan if value is None else value
-    ends = [VERMILION, "#ffffff", shade(1.0)] if figure.signed else [shade(0.0), shade(1.0)]
+    ends = [VERMILION, "#ffffff", DARK] if figure.signed else [LIGHT, DARK]
     colours = LinearSegmentedColormap.from_list("values", ends).with_extremes(bad="#bbbbbb")
     low = -1.0 if figure.signed else 0.0
     image = axes.imshow(cells, aspect="auto", cmap=colours, vmin=low, vmax=1, interpolation="nearest")

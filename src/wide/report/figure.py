@@ -1,8 +1,6 @@
 """What a figure is: a table of what it shows, and which columns stand for place, height, colour and panel."""
 
-import copy
 import csv
-import functools
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,8 @@ Row = Mapping[str, Any]
 """Numbers and texts by column; None where there is no value."""
 Item = TypeVar("Item")
 Key = TypeVar("Key")
+LOOKS: dict[str, Any] = yaml.safe_load((resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8"))
+"""What `figures.yaml` beside this file says of each kind of records, of names and of tables."""
 
 
 class MissingRecordsError(WideError, LookupError):
@@ -95,18 +95,7 @@ def figures(
 ) -> tuple[Figure, ...]:
     """Return the figures of a kind of records in their order, as `figures.yaml` describes them."""
     across = {name: {"lines": each} for name, each in (lines or {}).items()}
-    return tuple(Figure(name=n, rows=rows[n], **look | across.get(n, {})) for n, look in looks(kind).items())
-
-
-def looks(kind: str) -> dict[str, Any]:
-    """Return what `figures.yaml` beside this file says of a kind of records, of names or of tables."""
-    return copy.deepcopy(_looks()[kind])  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _looks() -> dict[str, Any]:
-    text = (resources.files("wide.report") / "figures.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)  # type: ignore[no-any-return]
+    return tuple(Figure(name=n, rows=rows[n], **look | across.get(n, {})) for n, look in LOOKS[kind].items())
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from wide.report.figure import Row, figures, looks
+from wide.report.figure import LOOKS, Row, figures
 from wide.report.selection import NAMES, SUBLAYERS, Selection
 
 _STAGES = ("stage 1", "stage 1+2", "pruned", "pruned + LoRA")
 _MOST_TOKENS = 48  # as figures.yaml says
-_COURSE: dict[str, list[str]] = looks("course")
+_COURSE: dict[str, list[str]] = LOOKS["course"]
 """Metric of training -> panel and line."""
 
 

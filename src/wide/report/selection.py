@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from wide.records import Record, Subject
-from wide.report.figure import grouped, looks
+from wide.report.figure import LOOKS, grouped
 from wide.standard_error import perplexity_stderr
 
-NAMES: dict[str, str] = looks("names")
+NAMES: dict[str, str] = LOOKS["names"]
 """What a run may have measured, in the order in which it is shown, and its name."""
 SUBLAYERS = {"attention": "attention", "ffn": "FFN"}
 """Key of a sublayer in the names of metrics, and its name."""
 
 
 # What the record 'target' says -> what is counted, and in words; the first that fits.
-_MEASURES: dict[str, list[str]] = looks("measures")
+_MEASURES: dict[str, list[str]] = LOOKS["measures"]
 
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("settings", "routing.sample"), dict),

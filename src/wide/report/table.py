@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wide.report.figure import Row, looks
+from wide.report.figure import LOOKS, Row
 from wide.report.selection import NAMES, Selection
 from wide.standard_error import perplexity_stderr
 
 ADAPTED = {"stage 1+2": "stage 2", "pruned + LoRA": "LoRA"}
 """Subject -> what fitted it to the training text."""
 PERPLEXITY = "token_perplexity"
-_SHARES: dict[str, str] = looks("tables")["shares"]
+_SHARES: dict[str, str] = LOOKS["tables"]["shares"]
 """Column -> metric; that of the sparsity that the run was to reach is left to the run."""
 
 
