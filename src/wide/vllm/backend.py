@@ -19,19 +19,15 @@ from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, input_of
 from wide.models.pretrained import PRUNED_PREFIX
 from wide.plan import Routed
-from wide.vllm.int8 import quantise_linears
 from wide.vllm.limits import padded_channels, read_pruning, read_shape, read_weights
 from wide.vllm.sublayers import Router, cleared
-from wide.vllm.tally import Reporting, Tally
+from wide.vllm.tally import Reporting
 
 _LOGGER = logging.getLogger("vllm.wide")
 
 
 class WideTransformersForCausalLM(Reporting, TransformersForCausalLM):
     """A model of transformers whose FFN activations and attention heads are masked before they are projected back."""
-
-    supports_lora = False
-    supports_pp = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
@@ -52,8 +48,7 @@ class WideTransformersForCausalLM(Reporting, TransformersForCausalLM):
                     found.wide_router = router
                     if router.decides:
                         _mask(found, last, router)
-        quantise_linears(self, pruning.weights)
-        self.tally, self.most_rows = Tally(self), vllm_config.scheduler_config.max_num_batched_tokens
+        self.take_over(vllm_config, pruning.weights)
 
 
 def _mask(sublayer: nn.Module, last: nn.Module, router: Router) -> None:
@@ -77,17 +72,13 @@ class SlicedTransformersForCausalLM(Reporting, TransformersForCausalLM):
     vLLM's kernels for attention take the numbers of heads from the configuration.
     """
 
-    supports_lora = False
-    supports_pp = False
-
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         # Before the model is a module.
         self.__dict__.update(left=read_shape(config).layers, padded={}, sizes={})
         config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(SlicedMixin.wide_type_prefix)]
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        quantise_linears(self, read_weights(config))
-        self.tally, self.most_rows = Tally(self), vllm_config.scheduler_config.max_num_batched_tokens
+        self.take_over(vllm_config, read_weights(config))
 
     def _create_hf_to_vllm_mapper(self) -> None:
         # The first thing that the backend does with its model, whose layers are still those of transformers.

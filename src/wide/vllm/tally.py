@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 
+from wide.vllm.int8 import quantise_linears
 from wide.vllm.sublayers import Router
 from wide.vllm.warming import warm
 
@@ -17,11 +18,21 @@ _LOGGER = logging.getLogger("vllm.wide")
 
 
 class Reporting:
-    """What a model class adds to vLLM's: `tally` and `most_rows` of a step, to be set when the routers are there."""
+    """What a model class adds to vLLM's; it calls `take_over` when the routers are there."""
 
+    # vLLM refuses adapters of LoRA and pipelines by these.
+    supports_lora = False
+    supports_pp = False
     tally: "Tally"
+    # Of a step.
     most_rows: int
     is_warm = False
+
+    def take_over(self, vllm_config: Any, weights: str) -> None:
+        """Have weights kept in one of `WEIGHTS`, and count what routers skip."""
+        quantise_linears(self, weights)  # type: ignore[arg-type]
+        self.tally = Tally(self)  # type: ignore[arg-type]
+        self.most_rows = vllm_config.scheduler_config.max_num_batched_tokens
 
     def warm(self) -> None:
         """Run the kernels of all layers, once."""

@@ -95,7 +95,7 @@ class PromptView(_OwnKeys):
 
     def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
-        form, table, order, wait = call
+        form, table, _, wait = call
         num_keys = self._past + self.length
         k, v = (part[:, :num_keys] for part in self._cache.layer(layer))
         window = None if form.window is not None and form.window >= num_keys else form.window
@@ -112,19 +112,7 @@ class PromptView(_OwnKeys):
         choice = table.choice("attention", self.length)
         if choice.backend == "dense":
             choice = Choice(backend=table.backend)
-        sequences = _sequence_order(mask, order, q, table.backend)
-        return attention_prefill(
-            q,
-            k,
-            v,
-            sequences,
-            scale=form.scale,
-            soft_cap=form.soft_cap,
-            window=window,
-            zero_skipped=zeroes,
-            backend=choice.backend,
-            tile=choice.tile,
-        )
+        return _attention(q, k, v, mask, call, window=window, backend=choice.backend, tile=choice.tile)
 
 
 class ContinuedView(_OwnKeys):
@@ -141,21 +129,13 @@ class ContinuedView(_OwnKeys):
 
     def attend(self, layer: int, q: Tensor, mask: Tensor | None, call: AttentionCall) -> Tensor:
         """See `CacheView`."""
-        form, table, order, wait = call
-        wait()
-        if form.window not in self._runs:
-            first = torch.zeros_like(self._ends) if form.window is None else (self._ends - form.window).clamp(min=0)
-            self._runs[form.window] = torch.stack([first, self._ends])
-        return attention_prefill(
-            q,
-            *self._cache.layer(layer),
-            _sequence_order(mask, order, q, table.backend),
-            runs=self._runs[form.window],
-            scale=form.scale,
-            soft_cap=form.soft_cap,
-            zero_skipped=needs_zeros(mask, table),
-            backend=table.backend,
-        )
+        window = call.form.window
+        call.wait()
+        if window not in self._runs:
+            first = torch.zeros_like(self._ends) if window is None else (self._ends - window).clamp(min=0)
+            self._runs[window] = torch.stack([first, self._ends])
+        keys = self._cache.layer(layer)
+        return _attention(q, *keys, mask, call, runs=self._runs[window], backend=call.table.backend)
 
 
 class StepView(_OwnKeys):
@@ -187,15 +167,20 @@ def needs_zeros(mask: Tensor | None, table: OperatorTable) -> bool:
     return mask is not None and table.how("output", mask.shape[0]) == "dense"
 
 
-def _sequence_order(mask: Tensor | None, order: Reordering | None, q: Tensor, backend: str) -> SequenceReordering:
-    """Return the executing places of each sequence; of a single one, those that the query product gathered."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall, **options: Any) -> Tensor:
+    """Return attention [B, T, H_q, d] by a kernel, over keys and values [B, T_k, H_k, d], of what executes."""
+    form, table, order, _ = call
     batch, length = q.shape[:2]
     if mask is None:
         index = torch.arange(length, dtype=torch.int32, device=q.device).repeat(batch, 1, 1)
-        return SequenceReordering(index, torch.full_like(index[:, :, 0], length))
-    if order is not None and batch == 1:
-        return SequenceReordering(order.index[None], order.counts[None])
-    return reorder_sequences(mask.view(batch, length, -1), backend=backend)
+        sequences = SequenceReordering(index, torch.full_like(index[:, :, 0], length))
+    elif order is not None and batch == 1:
+        # What the query product gathered.
+        sequences = SequenceReordering(order.index[None], order.counts[None])
+    else:
+        sequences = reorder_sequences(mask.view(batch, length, -1), backend=table.backend)
+    scores: dict[str, Any] = {"scale": form.scale, "soft_cap": form.soft_cap}
+    return attention_prefill(q, k, v, sequences, zero_skipped=needs_zeros(mask, table), **scores, **options)
 
 
 def _zeroed(heads: Tensor, mask: Tensor | None, backend: str) -> Tensor:

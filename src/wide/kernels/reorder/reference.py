@@ -38,10 +38,12 @@ def _tiles_in_bands(counts: torch.Tensor, num_rows: int, block_m: int) -> tuple[
     short = [(group, whole[group]) for group, rows in enumerate(left) if rows > block_m // 4]
     short += [(group, whole[group]) for group, rows in enumerate(left) if 0 < rows <= block_m // 4]
     tiles += short
-    out = torch.zeros(len(counts) * max_row_tiles, 2, dtype=torch.int32, device=counts.device)
-    if tiles:
-        out[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32, device=counts.device)
+    out = _padded(tiles, len(counts) * max_row_tiles, counts.device)
     return out, torch.tensor([len(tiles), len(short)], dtype=torch.int32, device=counts.device)
+
+
+def _padded(tiles: list[tuple[int, int]], size: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(tiles + [(0, 0)] * (size - len(tiles)), dtype=torch.int32, device=device)
 
 
 def reorder_sequences_reference(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,8 +82,6 @@ def reorder_patterns_reference(
         counts = (patterns != 0).sum(1, dtype=torch.int32)
     max_row_tiles = -(-num_rows // block_m)
     tiles = [(block, tile) for block, count in enumerate(counts.tolist()) for tile in range(-(-count // block_m))]
-    out = torch.zeros(num_blocks * max_row_tiles, 2, dtype=torch.int32, device=mask.device)
-    if tiles:
-        out[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32, device=mask.device)
+    out = _padded(tiles, num_blocks * max_row_tiles, mask.device)
     num_tiles = torch.tensor([len(tiles)], dtype=torch.int32, device=mask.device)
     return index.to(torch.int32), patterns.gather(1, index), counts, out, num_tiles
