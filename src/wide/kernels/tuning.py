@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import torch
 from wide.errors import ConfigError
 from wide.kernels.device import device_facts
 from wide.kernels.native.build import cache_folder
+from wide.records import versions
 from wide.writing import write_whole
 
 # Sizes that a choice decides, so that they name no shape.
@@ -104,15 +104,8 @@ def tuning_key(operator: str, device: torch.device, case: Case) -> str:
 
 def machine_key(device: torch.device) -> str:
     """Return the part of a key that names device and versions."""
-    return " | ".join([device_facts(device).name, f"torch {torch.__version__}", f"triton {_triton_version()}"])
-
-
-@functools.cache
-def _triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    triton = versions().get("triton", "none")
+    return " | ".join([device_facts(device).name, f"torch {torch.__version__}", f"triton {triton}"])
 
 
 def shipped_path(device_name: str) -> Path:
