@@ -2,6 +2,7 @@
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,15 +53,9 @@ def run(module: Any, rows: int) -> None:
     dtype = module.params_dtype if linear else module.wide_router.dtype
     x = torch.randn(rows, weight.shape[1], dtype=dtype, device=weight.device)
     padding = torch.zeros(rows, dtype=torch.bool, device=weight.device)
-    with override_forward_context(_Context(padding)):
+    # What operators read of vLLM's context of a step.
+    with override_forward_context(SimpleNamespace(is_padding=padding)):
         if linear:
             module.quant_method.apply(module, x, module.bias)
         else:
             module.warm(x)
-
-
-class _Context:
-    """What operators read of vLLM's context of a step."""
-
-    def __init__(self, padding: Tensor) -> None:
-        self.is_padding = padding
