@@ -4,7 +4,6 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -20,14 +19,6 @@ class KvCache:
     v: Tensor
     lengths: Tensor
     zeros: Tensor
-
-    @classmethod
-    def allocate(cls, shape: tuple[int, int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> "KvCache":
-        """Return an empty cache of shape [L, B, H_k, T_max, d]."""
-        lengths = torch.zeros(shape[1], dtype=torch.int32, device=device)
-        # Places beyond a sequence are masked by length, but 0 * NaN in a masked product would still be NaN.
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        return cls(k=k, v=v, lengths=lengths, zeros=torch.zeros_like(lengths))
 
     @property
     def batch(self) -> int:

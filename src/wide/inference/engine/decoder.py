@@ -92,7 +92,10 @@ class Decoder:
         """
         part = self._weights.specs[0].attention
         shape = (len(self.layers) if kept else 1, batch, part.num_kv_heads, room or self.max_length, part.head_dim)
-        return KvCache.allocate(shape, dtype=self.embedding.dtype, device=self.device)
+        lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        # Places beyond a sequence are masked by length, but 0 * NaN in a masked product would still be NaN.
+        k, v = (torch.zeros(shape, dtype=self.embedding.dtype, device=self.device) for _ in range(2))
+        return KvCache(k=k, v=v, lengths=lengths, zeros=torch.zeros_like(lengths))
 
     @torch.no_grad()
     def forward(self, x: Tensor, view: CacheView, run: ForwardOptions) -> Residual:
