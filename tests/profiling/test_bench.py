@@ -120,9 +120,8 @@ def test_the_general_kernel_is_spared_tiles_that_two_programs_share(monkeypatch)
 
 def _with_triton(operator: Operator, run: Callable[..., torch.Tensor]) -> Operator:
     """Return an operator whose Triton kernel is a function that runs anywhere."""
-    backends = Backends(operator.name, None)
-    for name in ("torch", "triton"):
-        backends.register(name)(run)
+    backends = Backends(operator.name, None, run)
+    backends.register("triton")(run)
 
     def call(backend, **arguments):
         return run(**arguments) if backend == "triton" else operator.run(backend, **arguments)

@@ -98,12 +98,16 @@ class Backend:
 
 
 class Backends:
-    """The backends of one operator, in the folder of its package; iterating gives their names and imports them."""
+    """The backends of one operator, in the folder of its package; iterating gives their names and imports them.
 
-    def __init__(self, operator: str, package: str | None) -> None:
+    Its reference is the backend 'torch'.
+    """
+
+    def __init__(self, operator: str, package: str | None, reference: Run) -> None:
         self.operator = operator
         self._folder = str(package).rpartition(".")[2]
         self._known: dict[str, Backend] = {}
+        self.register("torch")(reference)
 
     def register(
         self,

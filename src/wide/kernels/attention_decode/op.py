@@ -25,8 +25,7 @@ class DecodeShape(NamedTuple):
     is_paged: bool = False
 
 
-BACKENDS = Backends(_NAME, __package__)
-BACKENDS.register("torch")(attention_decode_reference)
+BACKENDS = Backends(_NAME, __package__, attention_decode_reference)
 
 
 @operator(lambda q: q.new_empty(q.shape))

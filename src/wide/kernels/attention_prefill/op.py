@@ -23,8 +23,7 @@ class PrefillShape(NamedTuple):
     heads: int = 1
 
 
-BACKENDS = Backends(_NAME, __package__)
-BACKENDS.register("torch")(attention_prefill_reference)
+BACKENDS = Backends(_NAME, __package__, attention_prefill_reference)
 
 
 @operator(lambda q: q.new_empty(q.shape))

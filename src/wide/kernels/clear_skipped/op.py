@@ -8,7 +8,14 @@ from wide.kernels.dispatch import AnyShape, Backends
 from wide.kernels.registration import check_tensor, operator
 
 _NAME = "clear_skipped"
-BACKENDS = Backends(_NAME, __package__)
+
+
+def _reference(values: torch.Tensor, mask: torch.Tensor) -> None:
+    # Filled, not multiplied: skipped channels may hold anything, and 0 * NaN is NaN.
+    values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
+
+
+BACKENDS = Backends(_NAME, __package__, _reference)
 
 
 @operator(lambda: None, mutates=["values"])
@@ -27,12 +34,6 @@ def clear_skipped(values: torch.Tensor, mask: torch.Tensor, *, backend: str) -> 
     if mask.numel() >= 2**31:
         raise ShapeError(f"{_NAME}: {mask.shape[0]} rows x {mask.shape[1]} groups exceed 2^31 entries; split the rows")
     BACKENDS.run(backend, values.device, AnyShape(values.dtype), values, mask)
-
-
-@BACKENDS.register("torch")
-def _reference(values: torch.Tensor, mask: torch.Tensor) -> None:
-    # Filled, not multiplied: skipped channels may hold anything, and 0 * NaN is NaN.
-    values.unflatten(1, (mask.shape[1], -1)).masked_fill_(~mask.unsqueeze(2), 0)
 
 
 def cleared(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -29,10 +29,8 @@ class KShape(NamedTuple):
     is_stored: bool = True
 
 
-BACKENDS = Backends("gemm_k", __package__)
-ROWS_BACKENDS = Backends("gemm_k_rows", __package__)
-for _backends in (BACKENDS, ROWS_BACKENDS):
-    _backends.register("torch")(gemm_k_reference)
+BACKENDS = Backends("gemm_k", __package__, gemm_k_reference)
+ROWS_BACKENDS = Backends("gemm_k_rows", __package__, gemm_k_reference)
 
 
 @operator(lambda h, weight, dtype: h.new_empty((h.shape[0], weight.shape[0]), dtype=dtype or h.dtype))

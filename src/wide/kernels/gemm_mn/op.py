@@ -26,8 +26,15 @@ class MnShape(NamedTuple):
     block_m: int = BLOCK_M
 
 
-BACKENDS = Backends("gemm_mn", __package__)
-GATED_BACKENDS = Backends("gated_activation", __package__)
+def _gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return act(gate) * up of `both` = [gate | up], [M, 2 N], zero where `mask` [M, N_G] is given and False."""
+    gate, up = both.float().chunk(2, 1)
+    values = (activate(gate, activation) * up).to(both.dtype)
+    return values if mask is None else cleared(values, mask)
+
+
+BACKENDS = Backends("gemm_mn", __package__, gemm_mn_reference)
+GATED_BACKENDS = Backends("gated_activation", __package__, _gated_activation)
 
 
 @operator(lambda x, weight, dtype: x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype))
@@ -85,9 +92,6 @@ def gemm_mn(
     return BACKENDS.run(backend, x.device, shape, x, weight, order, mask=mask, tile=tile, **options)
 
 
-BACKENDS.register("torch")(gemm_mn_reference)
-
-
 def _check(x: torch.Tensor, weight: torch.Tensor, num_groups: int, index: torch.Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ShapeError(
@@ -124,12 +128,4 @@ def finish_dense(values: torch.Tensor, activation: str, mask: torch.Tensor | Non
         return GATED_BACKENDS.run(fixed_backend(values.device), values.device, shape, values, activation, mask)
     if activation != "none":
         values = activate(values.float(), activation).to(values.dtype)
-    return values if mask is None else cleared(values, mask)
-
-
-@GATED_BACKENDS.register("torch")
-def _gated_activation(both: torch.Tensor, activation: str, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return act(gate) * up of `both` = [gate | up], [M, 2 N], zero where `mask` [M, N_G] is given and False."""
-    gate, up = both.float().chunk(2, 1)
-    values = (activate(gate, activation) * up).to(both.dtype)
     return values if mask is None else cleared(values, mask)

@@ -27,10 +27,8 @@ class GemvShape(NamedTuple):
     int8: bool = False
 
 
-MN_BACKENDS = Backends("gemv_mn", __package__)
-K_BACKENDS = Backends("gemv_k", __package__)
-MN_BACKENDS.register("torch")(gemv_mn_reference)
-K_BACKENDS.register("torch")(gemv_k_reference)
+MN_BACKENDS = Backends("gemv_mn", __package__, gemv_mn_reference)
+K_BACKENDS = Backends("gemv_k", __package__, gemv_k_reference)
 
 
 @operator(lambda x, weight: x.new_empty((x.shape[0], weight.shape[0])))

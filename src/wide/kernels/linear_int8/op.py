@@ -31,12 +31,9 @@ class Int8Shape(NamedTuple):
     depth: int
 
 
-BACKENDS = Backends("linear_int8", __package__)
-QUANTISE_BACKENDS = Backends("quantise_rows", __package__)
-EXPAND_BACKENDS = Backends("expand_int8", __package__)
-BACKENDS.register("torch")(linear_int8_reference)
-QUANTISE_BACKENDS.register("torch")(quantise_rows_reference)
-EXPAND_BACKENDS.register("torch")(expand_int8_reference)
+BACKENDS = Backends("linear_int8", __package__, linear_int8_reference)
+QUANTISE_BACKENDS = Backends("quantise_rows", __package__, quantise_rows_reference)
+EXPAND_BACKENDS = Backends("expand_int8", __package__, expand_int8_reference)
 
 
 @operator(

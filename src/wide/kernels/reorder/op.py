@@ -15,14 +15,10 @@ Two = tuple[torch.Tensor, torch.Tensor]
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-BACKENDS = Backends("reorder", __package__)
-SEQUENCES_BACKENDS = Backends("reorder_sequences", __package__)
-PATTERNS_BACKENDS = Backends("reorder_patterns", __package__)
-ROWS_BACKENDS = Backends("reorder_rows", __package__)
-BACKENDS.register("torch")(reorder_reference)
-SEQUENCES_BACKENDS.register("torch")(reorder_sequences_reference)
-PATTERNS_BACKENDS.register("torch")(reorder_patterns_reference)
-ROWS_BACKENDS.register("torch")(reorder_rows_reference)
+BACKENDS = Backends("reorder", __package__, reorder_reference)
+SEQUENCES_BACKENDS = Backends("reorder_sequences", __package__, reorder_sequences_reference)
+PATTERNS_BACKENDS = Backends("reorder_patterns", __package__, reorder_patterns_reference)
+ROWS_BACKENDS = Backends("reorder_rows", __package__, reorder_rows_reference)
 
 MAX_GROUPS = 128
 """Groups that rows in one order may have; what four words hold."""

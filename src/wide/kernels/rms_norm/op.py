@@ -10,8 +10,7 @@ from wide.kernels.rms_norm.reference import rms_norm_reference
 Pair = tuple[torch.Tensor, torch.Tensor]
 _MAX_WIDTH = 65536
 
-BACKENDS = Backends("rms_norm", __package__)
-BACKENDS.register("torch")(rms_norm_reference)
+BACKENDS = Backends("rms_norm", __package__, rms_norm_reference)
 
 
 def rms_norm(

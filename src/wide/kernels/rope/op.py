@@ -10,8 +10,7 @@ from wide.kernels.registration import check_tensor, operator
 from wide.kernels.rope.reference import rope_to_cache_reference
 
 _NAME = "rope_to_cache"
-BACKENDS = Backends(_NAME, __package__)
-BACKENDS.register("torch")(rope_to_cache_reference)
+BACKENDS = Backends(_NAME, __package__, rope_to_cache_reference)
 
 
 @operator(lambda q: q.new_empty(q.shape), mutates=["k_cache", "v_cache"])

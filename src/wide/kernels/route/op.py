@@ -15,10 +15,8 @@ from wide.kernels.route.weights import RouteWeights
 MAX_FEW_ROWS = 16
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-BACKENDS = Backends("route", __package__)
-NORM_BACKENDS = Backends("norm_route", __package__)
-BACKENDS.register("torch")(route_reference)
-NORM_BACKENDS.register("torch")(norm_route_reference)
+BACKENDS = Backends("route", __package__, route_reference)
+NORM_BACKENDS = Backends("norm_route", __package__, norm_route_reference)
 
 
 @operator(lambda x, difference: x.new_empty((x.shape[0], difference.shape[0]), dtype=torch.bool))
