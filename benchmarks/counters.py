@@ -162,7 +162,7 @@ def launch(prompts: Sequence[int], decodes: Sequence[int], rates: tuple[float, f
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     attach(model, WideConfig(ffn_group_size=128))
-    decoder = Decoder(model.eval(), max_length=max(*prompts, *decodes, 1) + 8, checked=False)
+    decoder = Decoder(model.eval(), max_length=max(*prompts, *decodes, 1) + 8)
     state = attachment(model)
     sizes = tuned_layers(state.specs, state.plan)[0].sizes
     table = measured_table(sizes, device=device, dtype=torch.bfloat16, executed=(1.0 - rates[0], 1.0 - rates[1]))

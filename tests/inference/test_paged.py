@@ -262,7 +262,7 @@ def _wanted(q, keys, values, mask):
 def test_decode_steps_read_pages_where_they_lie(backend, kind, poisoned_memory, monkeypatch):
     if kind == "groups":
         # More requests than the kernel takes at once.
-        monkeypatch.setattr(batching, "_MAX_PAIRS", 4)
+        monkeypatch.setattr(batching, "MAX_PAIRS", 4)
     lengths, size = [9, 1, 33], 4
     cache, keys, values, tables = _memory(lengths, size, kind)
     table = torch.full((1, 4, 10), -1, dtype=torch.int32)

@@ -140,13 +140,10 @@ class TuningTable:
         """
         start = machine_key(device) + " | "
         here = {key.removeprefix(start): choice for key, choice in self._choices.items() if key.startswith(start)}
-        wanted = shape_key(operator, case)
-        best: tuple[float, Choice] | None = None
-        for key, choice in {**_shipped(device_facts(device).name), **here}.items():
-            far = _distance(wanted, key, choice, fewer_rows=fewer_rows)
-            if far is not None and (best is None or far < best[0]):
-                best = far, choice
-        return None if best is None else best[1]
+        wanted, known = shape_key(operator, case), {**_shipped(device_facts(device).name), **here}
+        far = {key: _distance(wanted, key, choice, fewer_rows=fewer_rows) for key, choice in known.items()}
+        best = min(far, key=lambda key: far[key], default="")
+        return known[best] if far.get(best, math.inf) < math.inf else None
 
     def store(self, choices: Mapping[str, Choice]) -> None:
         """Keep choices by key, in memory and on disk; readers see the old file or the new one, never a part."""
@@ -180,27 +177,27 @@ def _parts(key: str) -> tuple[str, str, float, dict[str, float], tuple[str, ...]
     return operator, dtype, float(active.removeprefix("active ")), sizes, tuple(options)
 
 
-def _distance(wanted: str, key: str, choice: Choice, *, fewer_rows: bool) -> float | None:
-    """Return how unlike two shapes are, 0 = the same; None if a choice for `key` says nothing about `wanted`."""
+def _distance(wanted: str, key: str, choice: Choice, *, fewer_rows: bool) -> float:
+    """Return how unlike two shapes are, 0 = the same; infinite if a choice for `key` says nothing about `wanted`."""
     first, second = _parts(wanted), _parts(key)
     if (first[0], first[1], first[4]) != (second[0], second[1], second[4]) or first[3].keys() != second[3].keys():
-        return None
+        return math.inf
     # Skipping that pays at some rate pays all the more when less executes; the reverse has to be worked out.
     more_active = second[2] - first[2]
     if more_active < 0 and (first[2] > _NEARLY_ALL or not _still_pays(choice, first[2] / max(second[2], 0.1))):
-        return None
+        return math.inf
     rows = math.log2(first[3]["num_rows"] / second[3]["num_rows"])
     rows = rows if fewer_rows else -rows
     if rows < 0:
-        return None
+        return math.inf
     widths = _widths(first[3]), _widths(second[3])
     grown = {name: math.log2(size / widths[1][name]) for name, size in widths[0].items()}
     far = {name: abs(growth) for name, growth in grown.items()}
     if max(far.values()) > 1.0 or far.get(_SAME, 0.0):
-        return None
+        return math.inf
     doubled = grown.get(_DOUBLED, 0.0)
     if doubled and (doubled != 1.0 or not _still_pays(choice, _CLEAR)):
-        return None
+        return math.inf
     # Sizes outweigh rates, rates outweigh rows.
     return 1e4 * sum(far.values()) + 1e2 * abs(more_active) + rows
 

@@ -20,15 +20,13 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from wide.inference.operators.table import OperatorTable
-from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.attention_decode.op import MAX_PAIRS, attention_decode
 from wide.kernels.attention_prefill.op import attention_prefill
 from wide.kernels.clear_skipped.op import clear_skipped
 from wide.kernels.reorder.op import reorder_sequences
 
 # Keys that the kernel of a step reads at a time; smaller pages would slow it down.
 _PAGE = 64
-# Every program of a step counts all (sequence, unit) pairs in its registers.
-_MAX_PAIRS = 16384
 # Bytes of keys and values that a step gathers at most: vLLM does not count them.
 _MOST_GATHERED = 1 << 29
 # Rows and keys of steps with prompts that FlashAttention runs alone. No graph holds a prompt's attention, and to launch
@@ -213,7 +211,7 @@ class _Implementation(FlashAttentionImpl):
         _, heads, size, width = kv_cache.shape
         whole = kv_cache.stride(0) == heads * size * width and kv_cache.stride(2) == heads * width
         gathers = metadata.keys * heads * width * kv_cache.element_size() <= _MOST_GATHERED
-        steps = ahead == 0 or (self.table().cache and ahead * max(heads, groups) <= _MAX_PAIRS)
+        steps = ahead == 0 or (self.table().cache and ahead * max(heads, groups) <= MAX_PAIRS)
         return whole and gathers and steps
 
 

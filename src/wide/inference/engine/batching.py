@@ -19,7 +19,7 @@ from transformers import Cache
 
 from wide.errors import NotAttachedError, UnsupportedModelError
 from wide.inference.engine.views import AttentionCall, needs_zeros
-from wide.kernels.attention_decode.op import attention_decode
+from wide.kernels.attention_decode.op import MAX_PAIRS, attention_decode
 from wide.kernels.attention_prefill.op import attention_prefill
 from wide.kernels.device import half_obstacle
 from wide.kernels.reorder.op import reorder_sequences
@@ -44,7 +44,6 @@ ARGUMENTS |= {
 _CACHE = "wide_cache"
 # Steps of so few tokens read keys token by token; in longer ones, neighbouring tokens share what they read.
 _FEW_TOKENS = 64
-_MAX_PAIRS = 16384
 _DEFAULT_BLOCKS = 32
 _FULL = "full_attention"
 
@@ -234,7 +233,7 @@ def _decode(
 
 def _most_rows(k: Tensor, mask: Tensor | None) -> int:
     """Return how many rows `attention_decode` takes at once."""
-    return max(1, _MAX_PAIRS // math.lcm(k.shape[2], 1 if mask is None else mask.shape[1]))
+    return max(1, MAX_PAIRS // math.lcm(k.shape[2], 1 if mask is None else mask.shape[1]))
 
 
 def _read_pages(cu_k: Tensor, table: Tensor, size: int, trash: int) -> _Pages:

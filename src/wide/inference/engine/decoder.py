@@ -30,7 +30,6 @@ class Decoder:
         model: An attached causal LM in evaluation mode, LoRA merged.
         max_length: Largest position plus one; None = as many as the model has positions for.
         tables: Which operator skips at which size, for each layer; None = the defaults of `OperatorTable`.
-        checked: Compare a short dense forward with the model's own and refuse a model that differs.
         weights: Format of the layers' projections and the head: 'model', 'int8' or 'w8a8'.
 
     Raises:
@@ -43,7 +42,6 @@ class Decoder:
         *,
         max_length: int | None = None,
         tables: Sequence[OperatorTable] | None = None,
-        checked: bool = True,
         weights: str = "model",
     ) -> None:
         if model.training:
@@ -53,12 +51,11 @@ class Decoder:
         self.tables = tuple(tables or [OperatorTable.fixed()] * len(self.layers))
         self.max_length = self._weights.max_length
         self._side = SideStream(self.device) if self.device.type == "cuda" else None
-        if checked:
-            try:
-                require_same_outputs(model, self.probe, self.max_length)
-            except BaseException:
-                self.give_back()
-                raise
+        try:
+            require_same_outputs(model, self.probe, self.max_length)
+        except BaseException:
+            self.give_back()
+            raise
 
     def give_back(self) -> None:
         """Give the model's projections their own weights again, in memory of their own."""

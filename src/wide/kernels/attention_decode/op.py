@@ -12,8 +12,8 @@ from wide.kernels.dispatch import Backends
 from wide.kernels.registration import check_tensor, operator
 
 _NAME = "attention_decode"
-# Every program counts all (sequence, unit) pairs in its registers.
-_MAX_PAIRS = 16384
+MAX_PAIRS = 16384
+"""Most (sequence, unit) pairs: every program counts all in its registers."""
 
 
 class DecodeShape(NamedTuple):
@@ -73,9 +73,9 @@ def attention_decode(
     num_groups = 1 if mask is None else mask.shape[-1]
     check_tensor(_NAME, "mask", mask, torch.bool, (q.shape[0], num_groups), "last stride 1")
     units = HeadUnits(num_query_heads=q.shape[1], num_kv_heads=k.shape[2], num_groups=num_groups)
-    if q.shape[0] * units.num_units > _MAX_PAIRS:
+    if q.shape[0] * units.num_units > MAX_PAIRS:
         raise ShapeError(
-            f"{_NAME}: {q.shape[0]} sequences of {units.num_units} head units are more than {_MAX_PAIRS} pairs; "
+            f"{_NAME}: {q.shape[0]} sequences of {units.num_units} head units are more than {MAX_PAIRS} pairs; "
             "split the batch"
         )
     if pages is not None:
