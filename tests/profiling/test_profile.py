@@ -247,7 +247,7 @@ def test_sequences_of_a_batch_differ(monkeypatch, tmp_path):
         seen.append(ids)
         return {each.name: {} for each in candidates}, {each.name: 0 for each in candidates}
 
-    monkeypatch.setattr(profile, "race_calls", race)
+    monkeypatch.setattr(calls, "race_calls", race)
     assert _profiled(tmp_path, generate=2, batch="1,3")[0]
     assert [ids.shape for ids in seen] == [(1, 24), (3, 24)]
     assert len(seen[1].unique(dim=0)) == 3
@@ -324,7 +324,7 @@ def test_requests_at_once_are_timed_where_their_tokens_agree(monkeypatch, tmp_pa
     assert all(record["tokens_per_s"] > 0 for record in found["batched"])
     for batched, alone in ((0.1, 1.0), (0.0, 0.0)):
         agreement = {"generate_batch": batched, "generate": alone}
-        monkeypatch.setattr(profile, "batch_agreement", lambda *_, found=agreement, **__: found)
+        monkeypatch.setattr(calls, "batch_agreement", lambda *_, found=agreement, **__: found)
         green, found, _ = _profiled(tmp_path, **options)
         assert not green
         assert "batched" not in found

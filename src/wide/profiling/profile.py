@@ -52,19 +52,7 @@ from wide.models.lora import merge_lora
 from wide.models.observe import now
 from wide.models.pretrained import load_pretrained
 from wide.plan import Dense
-from wide.profiling.calls import (
-    AS_LOADED,
-    DENSE,
-    FIRST,
-    FORWARD,
-    STEP,
-    Candidate,
-    batch_agreement,
-    generate_us,
-    race_batches,
-    race_calls,
-    reset_peak,
-)
+from wide.profiling import calls
 from wide.profiling.correctness import check_batch, check_decoder, reference
 from wide.profiling.options import ProfileOptions
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
@@ -198,7 +186,7 @@ def _record(
     record: Record = {"what": what, "tokens": tokens, "batch": batch, "candidate": name}
     record |= {"median_us": timing.median_us, "low_us": timing.low_us, "high_us": timing.high_us}
     record["num_samples"] = timing.num_samples
-    for field, peer in (("speedup", DENSE), ("speedup_as_loaded", AS_LOADED)):
+    for field, peer in (("speedup", calls.DENSE), ("speedup_as_loaded", calls.AS_LOADED)):
         if peer in times:
             record[field] = times[peer].median_us / timing.median_us
     return record | {"metric": "TPOT" if what == "decode" else "TTFT", "runtime": runtime, "peak_memory_bytes": memory}
@@ -215,8 +203,8 @@ class _Profile:
         self.prompt = self.tokens[:1]
         self.first_prompt = self.prompt[:, : self.options.prompts[0]]
         self.weight_bytes = torch.cuda.memory_allocated()
-        reset_peak()
-        generate_us(self.dense, self.first_prompt, 2)
+        calls.reset_peak()
+        calls.generate_us(self.dense, self.first_prompt, 2)
         self.dense_peak = torch.cuda.max_memory_allocated()
         self.model = _pruned_model(options, self.dense)
         # In the same engine: a static plan's has cut matrices alone. Parameters are those of the model as loaded.
@@ -285,9 +273,9 @@ class _Profile:
             )
         held = torch.cuda.memory_allocated() - before
         torch.cuda.empty_cache()
-        reset_peak()
+        calls.reset_peak()
         began = time.perf_counter()
-        generate_us(self.model, self.first_prompt, 2)
+        calls.generate_us(self.model, self.first_prompt, 2)
         start["first_call_s"] = time.perf_counter() - began
         # Both peaks hold one model and its cache; this one the other model's weights and the reference, too.
         beyond = torch.cuda.max_memory_allocated() - held - self.weight_bytes - self.dense_peak
@@ -300,7 +288,7 @@ class _Profile:
             gate = check_decoder(decoder, known)
             self.checked.add((decoder.tables, 1))
         del known
-        whole = generate_us(self.model, self.first_prompt, self.options.generate)[2]
+        whole = calls.generate_us(self.model, self.first_prompt, self.options.generate)[2]
         start["skipped_steps"] = skipped_shares(self.model, whole, self.options.generate)
         self.measured = {"prefill": measured, "first token": measured, "decode": start["skipped_steps"]}
         torch.cuda.empty_cache()
@@ -336,10 +324,10 @@ class _Profile:
 
         return time_interleaved({"step": step}, rounds=10)["step"].median_us
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[calls.Candidate]:
         return [
-            Candidate(name=DENSE, model=self.peer or self.model, is_dense=self.peer is None),
-            Candidate(name=self.name, model=self.model, skipped=self.skipped),
+            calls.Candidate(name=calls.DENSE, model=self.peer or self.model, is_dense=self.peer is None),
+            calls.Candidate(name=self.name, model=self.model, skipped=self.skipped),
         ]
 
     def _race(self, length: int, batch: int) -> None:
@@ -347,24 +335,24 @@ class _Profile:
         candidates = self._candidates()
         known = self.as_loaded.get((length, batch))
         if known is None:
-            candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
-        calls = self.options.calls_timed
-        times, peaks = race_calls(candidates, ids, self.options.generate, calls=calls, quick=self.options.quick)
+            candidates.insert(0, calls.Candidate(name=calls.AS_LOADED, model=self.dense))
+        asked, quick = self.options.calls_timed, self.options.quick
+        times, peaks = calls.race_calls(candidates, ids, self.options.generate, calls=asked, quick=quick)
         if known is None:
-            self.as_loaded[length, batch] = known = times[AS_LOADED]
+            self.as_loaded[length, batch] = known = times[calls.AS_LOADED]
         cached = length + self.options.generate // 2
         for kind, what, call, tokens in (
-            ("records", "prefill", FORWARD, length),
-            ("first_tokens", "first token", FIRST, length),
-            ("records", "decode", STEP, cached),
+            ("records", "prefill", calls.FORWARD, length),
+            ("first_tokens", "first token", calls.FIRST, length),
+            ("records", "decode", calls.STEP, cached),
         ):
-            by_name = {AS_LOADED: known} | times
+            by_name = {calls.AS_LOADED: known} | times
             of_call = {name: found[call] for name, found in by_name.items() if call in found}
             records = []
             for each in candidates if of_call else ():
-                memory = peaks[each.name] + (1 if each.name == AS_LOADED else -1) * self.weight_bytes
+                memory = peaks[each.name] + (1 if each.name == calls.AS_LOADED else -1) * self.weight_bytes
                 memory -= self.cut_bytes if each.model is self.peer else 0
-                runtime = "model(...)" if call == FORWARD else "generate()"
+                runtime = "model(...)" if call == calls.FORWARD else "generate()"
                 record = _record(what, tokens, batch, each.name, of_call, max(0, memory), runtime)
                 if each.skipped is not None:
                     record["skipped"] = _by_half(each.skipped)
@@ -382,8 +370,8 @@ class _Profile:
         for each in self._candidates():
             whole = each.is_dense or self.peer is not None
             with each.within(), nullcontext() if whole else attachment(each.model).engine.shortened(_AGREEMENT_LAYERS):
-                name = "dense" if each.name == DENSE else "routed" if self.peer is None else "pruned"
-                found[name] = batch_agreement(each.model, prompt, new)
+                name = "dense" if each.name == calls.DENSE else "routed" if self.peer is None else "pruned"
+                found[name] = calls.batch_agreement(each.model, prompt, new)
         # Two shares of 0 would pass: those of `generate()` must be high of themselves.
         green = all(
             each["generate"] >= _AGREEMENT_KNOWN and each["generate_batch"] >= _AGREEMENT_SHARE * each["generate"]
@@ -399,17 +387,17 @@ class _Profile:
         for requests in self.options.requests:
             candidates = self._candidates()
             if requests <= _MOST_REQUESTS_AS_LOADED and requests not in self.batched_as_loaded:
-                candidates.insert(0, Candidate(name=AS_LOADED, model=self.dense))
-            figures = race_batches(candidates, requests, prompt, new, quick=self.options.quick)
+                candidates.insert(0, calls.Candidate(name=calls.AS_LOADED, model=self.dense))
+            figures = calls.race_batches(candidates, requests, prompt, new, quick=self.options.quick)
             torch.cuda.empty_cache()
-            if AS_LOADED in figures:
-                self.batched_as_loaded[requests] = figures[AS_LOADED]["tokens_per_s"]
+            if calls.AS_LOADED in figures:
+                self.batched_as_loaded[requests] = figures[calls.AS_LOADED]["tokens_per_s"]
             records = []
             for each in candidates:
                 rate = figures[each.name]["tokens_per_s"]
                 record: Record = {"what": "generate_batch", "requests": requests, "prompt": prompt, "generate": new}
                 record |= {"candidate": each.name, **figures[each.name]}
-                record["speedup"] = rate / figures[DENSE]["tokens_per_s"]
+                record["speedup"] = rate / figures[calls.DENSE]["tokens_per_s"]
                 if requests in self.batched_as_loaded:
                     record["speedup_as_loaded"] = rate / self.batched_as_loaded[requests]
                 if each.skipped is not None:

@@ -11,16 +11,7 @@ import triton
 import triton.language as tl
 
 from wide.kernels.device import elementwise_obstacle
-from wide.kernels.reorder.op import (
-    BACKENDS,
-    PATTERNS_BACKENDS,
-    SEQUENCES_BACKENDS,
-    Five,
-    Two,
-    patterns_outputs,
-    reorder_outputs,
-    sequences_outputs,
-)
+from wide.kernels.reorder import op
 from wide.kernels.reorder.reference import BAND
 from wide.kernels.reordering import Reordering
 
@@ -35,18 +26,18 @@ _SORT_CHUNKS = (128, 512)
 _MAX_BYTES_READ = 2**25
 
 
-@BACKENDS.register("triton", needs=elementwise_obstacle)
-def reorder(mask: torch.Tensor, *, block_m: int) -> Five:
+@op.BACKENDS.register("triton", needs=elementwise_obstacle)
+def reorder(mask: torch.Tensor, *, block_m: int) -> op.Five:
     """Run `reorder_reference` in two kernels."""
-    index, counts, *lists = outputs = reorder_outputs(mask, block_m)
+    index, counts, *lists = outputs = op.reorder_outputs(mask, block_m)
     _place_rows(mask.view(torch.uint8).unsqueeze(0), index, counts, (*lists, block_m))
     return outputs
 
 
-@SEQUENCES_BACKENDS.register("triton", needs=elementwise_obstacle)
-def reorder_sequences(mask: torch.Tensor) -> Two:
+@op.SEQUENCES_BACKENDS.register("triton", needs=elementwise_obstacle)
+def reorder_sequences(mask: torch.Tensor) -> op.Two:
     """Run `reorder_sequences_reference` in two kernels."""
-    index, counts = sequences_outputs(mask)
+    index, counts = op.sequences_outputs(mask)
     _place_rows(mask.view(torch.uint8), index, counts, None)
     return index, counts
 
@@ -200,12 +191,12 @@ def _list_band(total, TILES, NUM_TILES, band, groups, BLOCK_M: tl.constexpr, BAN
         tl.store(NUM_TILES + 1, num_short)
 
 
-@PATTERNS_BACKENDS.register("triton", needs=elementwise_obstacle)
-def reorder_patterns(mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool) -> Five:
+@op.PATTERNS_BACKENDS.register("triton", needs=elementwise_obstacle)
+def reorder_patterns(mask: torch.Tensor, *, block_m: int, groups_per_block: int, keeps_empty: bool) -> op.Five:
     """Run `reorder_patterns_reference` as a counting sort in two kernels."""
     num_rows, num_groups = mask.shape
     num_blocks = triton.cdiv(num_groups, groups_per_block)
-    outputs = patterns_outputs(mask, block_m, groups_per_block)
+    outputs = op.patterns_outputs(mask, block_m, groups_per_block)
     bins = max(32, 2**groups_per_block)
     small, large = _SORT_CHUNKS
     chunk = small if num_blocks * triton.cdiv(num_rows, small) ** 2 * bins * 4 <= _MAX_BYTES_READ else large

@@ -45,11 +45,7 @@ def check_norm(name: str, x: torch.Tensor, weight: torch.Tensor, addend: torch.T
     check_tensor(name, "addend", addend, x.dtype, x.shape, "last stride 1")
 
 
-def _outputs(x: torch.Tensor, addend: torch.Tensor | None) -> Pair:
-    return x.new_empty(0 if addend is None else x.shape), x.new_empty(x.shape)
-
-
-@operator(_outputs)
+@operator(lambda x, addend: (x.new_empty(0 if addend is None else x.shape), x.new_empty(x.shape)))
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor | None, eps: float, unit_offset: bool, backend: str
 ) -> Pair:
