@@ -31,6 +31,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,7 @@ def _record(
     """Return what every record of a race says; `times` are of the candidates by name."""
     timing = times[name]
     record: Record = {"what": what, "tokens": tokens, "batch": batch, "candidate": name}
-    record |= {"median_us": timing.median_us, "low_us": timing.low_us, "high_us": timing.high_us}
-    record["num_samples"] = timing.num_samples
+    record |= asdict(timing)
     for field, peer in (("speedup", calls.DENSE), ("speedup_as_loaded", calls.AS_LOADED)):
         if peer in times:
             record[field] = times[peer].median_us / timing.median_us

@@ -80,7 +80,8 @@ class Decoder:
     def widest(self) -> int:
         """Columns of the widest product of any layer; gate and up count as one."""
         parts = [part for layer in self.layers for part in layer.parts]
-        return max(part.qkv.outputs if isinstance(part, AttentionWeights) else part.gated.outputs for part in parts)
+        reading = [part.qkv if isinstance(part, AttentionWeights) else part.gated.both for part in parts]
+        return max(linear.outputs for linear in reading)
 
     def new_cache(self, batch: int, room: int | None = None, *, kept: bool = True) -> KvCache:
         """Return an empty cache for `batch` sequences of at most `room` tokens (None: `max_length`).

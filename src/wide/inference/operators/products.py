@@ -141,11 +141,6 @@ class GatedWeights(NamedTuple):
     up: LinearWeights | None
     activation: str
 
-    @property
-    def outputs(self) -> int:
-        """Columns of the product, gate and up counted apart."""
-        return self.both.outputs
-
     @classmethod
     def of_rows(cls, linear: LinearWeights, width: int, activation: str) -> "GatedWeights":
         """Return what one layer holds: gate and below it up, [2 F, D], or the only projection, [F, D]."""

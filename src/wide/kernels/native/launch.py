@@ -110,17 +110,13 @@ def tensor_map(matrix: torch.Tensor, box_rows: int, box_columns: int, *, name: s
         raise refused.said(name, matrix.device, instead) from refused
 
 
+@functools.cache
 def product(source: Path, instead: str, **variant: int) -> Kernel:
     """Return a product for Hopper, compiled with a variant's macros and loaded when it is first used.
 
     Raises UnsupportedBackendError as `Kernel` does, or if the source cannot be compiled here.
     """
-    return _product(source, instead, tuple(variant.items()))
-
-
-@functools.cache
-def _product(source: Path, instead: str, variant: tuple[tuple[str, int], ...]) -> Kernel:
-    code = product_code(source, dict(variant), cache_folder() / "kernels")
+    code = product_code(source, variant, cache_folder() / "kernels")
     return Kernel(code, source.stem, threads=PRODUCT_THREADS, shared_bytes=PRODUCT_BYTES, instead=instead)
 
 
