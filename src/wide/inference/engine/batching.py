@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,10 +150,9 @@ class PagedView:
         index, kind = _index_of(self._cache, layer), _kind(self._cache, layer)
         if self._table is not None:
             keys, values, trash = _pages_of(self._cache, layer)
-            pages = {"pages": self._table[index], "window": window}
-            return _decode(
-                q, keys, values, mask, (None, self._pages(index, keys.shape[1], trash).lengths), pages, scores
-            )
+            lengths = self._pages(index, keys.shape[1], trash).lengths
+            paged = scores | {"pages": self._table[index], "window": window}
+            return _decode(q, keys, values, mask, (None, lengths), paged)
         if self._new is not None:
             keys, values = _stored(self._cache, layer, self._new, self._given)
             self._new = None
@@ -188,14 +187,13 @@ def _attend_runs(
     """Return the attention output [Q, H_q, d] of queries over keys [1, T, H_k, d] of all requests."""
     has_kernel = scores["backend"] == "triton"
     if has_kernel and q.shape[0] <= _FEW_TOKENS:
-        return _decode(q, k, v, mask, (runs.bounds[0], runs.bounds[1]), {}, scores)
+        return _decode(q, k, v, mask, (runs.bounds[0], runs.bounds[1]), scores)
     rest = q.new_ones(q.shape[0], 1, dtype=torch.bool) if mask is None else mask
     alone = None
     if has_kernel and runs.last.shape[0] <= _most_rows(k, mask):
         # Requests that decode share no keys with their neighbours, so tiles of the prompts' kernel would be wasted.
         chosen = None if mask is None else mask.index_select(0, runs.last)
-        bounds = runs.alone[0], runs.alone[1]
-        alone = _decode(q.index_select(0, runs.last), k, v, chosen, bounds, {}, scores)
+        alone = _decode(q.index_select(0, runs.last), k, v, chosen, (runs.alone[0], runs.alone[1]), scores)
         rest = rest & ~runs.is_alone[:, None]
     order = reorder_sequences(rest.unsqueeze(0), backend=scores["backend"])
     out = attention_prefill(q.unsqueeze(0), k, v, order, runs=runs.bounds, zero_skipped=zero_skipped, **scores)[0]
@@ -209,24 +207,17 @@ def _attend_runs(
 
 
 def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bounds: tuple[Tensor | None, Tensor],
-    options: dict[str, Any],
-    scores: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: Sequence[Tensor | None], options: dict[str, Any]
 ) -> Tensor:
     """Return `attention_decode` of any number of rows; keys of one row are those of all, bounded by row."""
-    rows = _most_rows(k, mask)
+    rows, pages = _most_rows(k, mask), options.get("pages")
     parts = []
     for first in range(0, q.shape[0], rows):
         part = slice(first, first + rows)
         starts, ends = (None if bound is None else bound[part] for bound in bounds)
         assert ends is not None
-        pages = options.get("pages")
         keys, values = (k, v) if pages is not None else (each.expand(ends.shape[0], -1, -1, -1) for each in (k, v))
-        given = {**options, **scores, "starts": starts, "pages": None if pages is None else pages[part]}
+        given = {**options, "starts": starts, "pages": None if pages is None else pages[part]}
         parts.append(attention_decode(q[part], keys, values, ends, None if mask is None else mask[part], **given))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

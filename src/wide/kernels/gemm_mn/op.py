@@ -78,7 +78,20 @@ def gemm_mn(
         [M, N] in the dtype of `x` or the one that is given, accumulated in float32 or int32.
     """
     num_groups = order.counts.numel()
-    _check(x, weight, num_groups, order.index)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ShapeError(
+            f"gemm_mn wants x [M, K] and weight [N, K] of one dtype, got {x.dtype} {tuple(x.shape)} and "
+            f"{weight.dtype} {tuple(weight.shape)}"
+        )
+    if weight.shape[0] % num_groups or order.index.shape != (num_groups, x.shape[0]):
+        raise ShapeError(
+            f"a reordering of {tuple(order.index.shape)} (groups, rows) does not fit x {tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}"
+        )
+    if x.shape[0] * num_groups >= 2**31:
+        raise ShapeError(f"{x.shape[0]} rows x {num_groups} groups exceed 2^31 entries; split the rows")
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ShapeError("gemm_mn wants x and weight with contiguous rows; call .contiguous() once, at load time")
     if up_weight is not None and (up_weight.shape, up_weight.stride()) != (weight.shape, weight.stride()):
         raise ShapeError("gate and up weights must have the same shape and strides")
     if (up_bias is not None and up_weight is None) or activation not in ACTIVATIONS:
@@ -90,23 +103,6 @@ def gemm_mn(
     options: dict[str, Any] = {"up_weight": up_weight, "bias": bias, "up_bias": up_bias, "activation": activation}
     options |= int8_options("gemm_mn", x, weight, x_scale, scale, dtype, up_weight=up_weight, up_scale=up_scale)
     return BACKENDS.run(backend, x.device, shape, x, weight, order, mask=mask, tile=tile, **options)
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, num_groups: int, index: torch.Tensor) -> None:
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
-        raise ShapeError(
-            f"gemm_mn wants x [M, K] and weight [N, K] of one dtype, got {x.dtype} {tuple(x.shape)} and "
-            f"{weight.dtype} {tuple(weight.shape)}"
-        )
-    if weight.shape[0] % num_groups or index.shape != (num_groups, x.shape[0]):
-        raise ShapeError(
-            f"a reordering of {tuple(index.shape)} (groups, rows) does not fit x {tuple(x.shape)} and weight "
-            f"{tuple(weight.shape)}"
-        )
-    if x.shape[0] * num_groups >= 2**31:
-        raise ShapeError(f"{x.shape[0]} rows x {num_groups} groups exceed 2^31 entries; split the rows")
-    if x.stride(1) != 1 or weight.stride(1) != 1:
-        raise ShapeError("gemm_mn wants x and weight with contiguous rows; call .contiguous() once, at load time")
 
 
 def is_stacked(weight: torch.Tensor, up_weight: torch.Tensor | None) -> bool:

@@ -43,10 +43,7 @@ def reorder_sequences(mask: torch.Tensor) -> op.Two:
 
 
 def _place_rows(
-    mask: torch.Tensor,
-    index: torch.Tensor,
-    counts: torch.Tensor,
-    descriptors: tuple[Any, ...] | None,
+    mask: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, descriptors: tuple[Any, ...] | None
 ) -> None:
     num_sequences, num_rows, num_groups = mask.shape
     # Enough chunks to fill a GPU, few enough that summing their counts stays cheap.

@@ -60,36 +60,6 @@ def rope_to_cache(
     Returns:
         The turned queries, [B, T, H_q, d], contiguous; heads that `mask` skips hold anything.
     """
-    _check_shapes(q, k, v, k_cache, v_cache, places)
-    tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]
-    check_tensor(_NAME, "places", places, torch.int64, (tokens,))
-    check_tensor(_NAME, "positions", positions, torch.int32, q.shape[:1])
-    fits = cos.shape == sin.shape and cos.dim() == 2 and cos.shape[1] <= q.shape[3] and cos.shape[1] % 2 == 0
-    if not fits or not cos.is_contiguous() or not sin.is_contiguous():
-        raise ShapeError(
-            f"{_NAME} wants contiguous cos and sin [positions, an even number up to {q.shape[3]}], got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if (q_norm is None) != (k_norm is None):
-        raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
-    if mask is not None:
-        check_tensor(_NAME, "mask", mask, torch.bool, (tokens, mask.shape[-1]), "last stride 1")
-        if num_heads % max(mask.shape[-1], 1):
-            raise ShapeError(f"{_NAME}: {mask.shape[-1]} groups do not divide {num_heads} query heads")
-    options: dict[str, Any] = {"places": places, "mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
-    options |= {"unit_offset": unit_offset, "interleaved": interleaved}
-    tensors = q, k, v, cos, sin, positions, k_cache, v_cache
-    return BACKENDS.run(backend, q.device, AnyShape(q.dtype), *tensors, **options)
-
-
-def _check_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    places: torch.Tensor | None,
-) -> None:
     head_dim = q.shape[-1]
     fits = q.dim() == 4 and k.shape == v.shape == (*q.shape[:2], k.shape[2], head_dim) and head_dim % 2 == 0
     if not fits or any(tensor.stride(-1) != 1 for tensor in (q, k, v, k_cache, v_cache)):
@@ -104,3 +74,22 @@ def _check_shapes(
             f"{_NAME}: both caches must be [{room[0]}, T_max >= {q.shape[1]}, {k.shape[2]}, {head_dim}] with equal "
             f"strides, got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
+    tokens, num_heads = q.shape[0] * q.shape[1], q.shape[2]
+    check_tensor(_NAME, "places", places, torch.int64, (tokens,))
+    check_tensor(_NAME, "positions", positions, torch.int32, q.shape[:1])
+    fits = cos.shape == sin.shape and cos.dim() == 2 and cos.shape[1] <= head_dim and cos.shape[1] % 2 == 0
+    if not fits or not cos.is_contiguous() or not sin.is_contiguous():
+        raise ShapeError(
+            f"{_NAME} wants contiguous cos and sin [positions, an even number up to {head_dim}], got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if (q_norm is None) != (k_norm is None):
+        raise ShapeError(f"{_NAME}: q_norm and k_norm go together")
+    if mask is not None:
+        check_tensor(_NAME, "mask", mask, torch.bool, (tokens, mask.shape[-1]), "last stride 1")
+        if num_heads % max(mask.shape[-1], 1):
+            raise ShapeError(f"{_NAME}: {mask.shape[-1]} groups do not divide {num_heads} query heads")
+    options: dict[str, Any] = {"places": places, "mask": mask, "q_norm": q_norm, "k_norm": k_norm, "eps": eps}
+    options |= {"unit_offset": unit_offset, "interleaved": interleaved}
+    tensors = q, k, v, cos, sin, positions, k_cache, v_cache
+    return BACKENDS.run(backend, q.device, AnyShape(q.dtype), *tensors, **options)

@@ -133,9 +133,9 @@ def tune_layers(
     until = math.inf if seconds is None else began + seconds
     shapes = [
         shape
-        for few in (True, False)
+        for counts in (_FEW_ROWS[:1] if quick else _FEW_ROWS, rows)
         for layer in dict.fromkeys(layers)
-        for shape in _shapes(layer, rows, executed, few=few, quick=quick, device=device)
+        for shape in _shapes(layer, counts, executed, attends=counts is rows, device=device, quick=quick)
     ]
     choices: dict[str, Choice] = {}
     left_out = []
@@ -192,23 +192,15 @@ def _raced(race: Race, device: torch.device, *, rounds: int, until: float) -> tu
 
 
 def _shapes(
-    layer: TunedLayer,
-    rows: Sequence[int],
-    executed: tuple[float, float],
-    *,
-    few: bool,
-    quick: bool,
-    device: torch.device,
+    layer: TunedLayer, counts: Sequence[int], executed: tuple[float, float], *, attends: bool, **options: Any
 ) -> Iterator[tuple[str, Callable[[], Race]]]:
-    """Yield name and race of what `wide.optimize` looks up for a layer at few rows, or at many."""
-    sizes, options = layer.sizes, dict[str, Any](device=device, quick=quick)
-    few_rows = _FEW_ROWS[:1] if quick else _FEW_ROWS
-    for count in few_rows if few else rows:
+    """Yield name and race of what `wide.optimize` looks up for a layer at some numbers of rows."""
+    for count in counts:
         for name in layer.products():
             active = executed[1] if name in ("gate_up", "down") else executed[0]
-            yield f"{name}, {count} rows", partial(product_race, name, sizes, count, active, **options)
-        if layer.attention and not few:
-            yield f"attention, {count} tokens", partial(prompt_race, sizes, count, executed[0], **options)
+            yield f"{name}, {count} rows", partial(product_race, name, layer.sizes, count, active, **options)
+        if layer.attention and attends:
+            yield f"attention, {count} tokens", partial(prompt_race, layer.sizes, count, executed[0], **options)
 
 
 def fastest(operator: str, timed: Sequence[Choice]) -> dict[str, Choice]:
