@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +146,8 @@ def test_auto_measures_what_nothing_is_known_of_or_says_so(monkeypatch, tmp_path
     assert measured.obstacle(gpu, torch.bfloat16) is None
     # The table itself is asked for the host, where there is nothing to choose.
     monkeypatch.setattr(optimize_module, "measured_table", lambda sizes, **named: DENSE_TABLE)
-    monkeypatch.setattr(optimize_module, "_place", lambda weight: (gpu, torch.bfloat16))
+    like = SimpleNamespace(device=gpu, dtype=torch.bfloat16)
+    monkeypatch.setattr(optimize_module, "_weight", lambda specs: like)
     asked = []
     monkeypatch.setattr(optimize_module, "tune_layers", lambda layers, **named: asked.append(named))
     with pytest.warns(UserWarning, match="no operator that skips is faster"):

@@ -6,7 +6,6 @@ from numbers import Real
 from statistics import mean
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from wide.data.progress import steps
@@ -24,6 +23,7 @@ from wide.inference.reading.weights import require_plain
 from wide.kernels.device import device_facts, half_obstacle
 from wide.materialisation.checkpoint import SlicedMixin
 from wide.models.attach import attachment
+from wide.models.block_spec import BlockSpec
 from wide.models.pretrained import peft_adapters
 from wide.plan import Plan, Routed
 
@@ -124,10 +124,10 @@ def optimize(
     for spec in state.specs:
         require_plain(spec)
     layers = tuned_layers(state.specs, state.plan, weights)
-    weight: Any = state.specs[0].attention.query.weight
-    device, dtype = weight.device, weight.dtype
+    like = _weight(state.specs)
+    device, dtype = like.device, like.dtype
     if table is not None:
-        _require_kernels(layers, table, device, dtype)
+        _require_kernels(layers, table, like)
         tables = [table] * len(layers)
     else:
         known = [LayerSample(executed, None)] * len(layers)
@@ -137,7 +137,7 @@ def optimize(
         command = (
             None if tune else _tune_command(getattr(model.config, "_name_or_path", ""), state.plan, executed, weights)
         )
-        _require_measurements(layers, executed, device, dtype, command)
+        _require_measurements(layers, executed, like, command)
         tables = [
             measured_table(each.sizes, device=device, dtype=dtype, executed=one.executed, left=one.left)
             for each, one in zip(layers, known, strict=True)
@@ -173,16 +173,19 @@ def deoptimize(model: ModelT) -> ModelT:
     return model
 
 
-def _require_kernels(
-    layers: Sequence[TunedLayer], table: OperatorTable, device: torch.device, dtype: torch.dtype
-) -> None:
+def _weight(specs: Sequence[BlockSpec]) -> Any:
+    return specs[0].attention.query.weight
+
+
+def _require_kernels(layers: Sequence[TunedLayer], table: OperatorTable, like: Tensor) -> None:
     """Raise UnsupportedBackendError for a table of Triton kernels that cannot run here; a forward would fail midway."""
     if table.backend != "triton":
         return
-    reason = half_obstacle(device, dtype)
+    reason = half_obstacle(like.device, like.dtype)
     if reason is not None:
         raise UnsupportedBackendError(
-            f"backend 'triton' cannot run on {device}: {reason}; convert the model, or choose backend='torch' or 'auto'"
+            f"backend 'triton' cannot run on {like.device}: {reason}; convert the model, or choose backend='torch' or "
+            "'auto'"
         )
     for index, layer in enumerate(layers):
         for name in layer.products():
@@ -196,13 +199,10 @@ def _require_kernels(
 
 
 def _require_measurements(
-    layers: Sequence[TunedLayer],
-    executed: tuple[float, float],
-    device: torch.device,
-    dtype: torch.dtype,
-    command: str | None,
+    layers: Sequence[TunedLayer], executed: tuple[float, float], like: Tensor, command: str | None
 ) -> None:
     """Measure shapes that nothing is known of; where a `command` is given that does it, say what runs without."""
+    device = like.device
     if not any(layer.attention or layer.ffn for layer in layers):
         return
     if device.type != "cuda":
@@ -213,7 +213,7 @@ def _require_measurements(
         )
         return
     start = f"wide: on {device_facts(device).name} dense products run, and routers come on top, so the model is slower"
-    reason = obstacle(device, dtype)
+    reason = obstacle(device, like.dtype)
     if reason is not None:
         warnings.warn(f"{start} than without pruning: {reason}. Convert the model, or take another", stacklevel=3)
         return

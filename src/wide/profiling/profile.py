@@ -236,7 +236,7 @@ class _Profile:
 
     def _start(self, wanted: tuple[float, float] | None) -> bool:
         """Set thresholds, optimise, and check what has not been checked with the same tables."""
-        state = attachment(self.model)
+        state, weights = attachment(self.model), self.report.content["weights"]
         calibrated = self.prompt[:, :_CALIBRATED]
         if wanted is not None:
             set_shares(self.model, calibrated, wanted)
@@ -252,25 +252,15 @@ class _Profile:
             if not any(self.skipped):
                 # There is nothing to measure, and that no operator pays is no news.
                 warnings.simplefilter("ignore")
-            optimize(
-                self.model,
-                backend=self.backend,
-                weights=self.report.content["weights"],
-                executed=executed,
-                tune=any(self.skipped),
-            )
+            optimize(self.model, backend=self.backend, weights=weights, executed=executed, tune=any(self.skipped))
         start["optimize_s"] = now(self.device) - began
         # What a static plan leaves of the matrices, which the dense peer does not need.
         self.cut_bytes = torch.cuda.memory_allocated() - held
         before = torch.cuda.memory_allocated()
         # Masked, and already with the weights that the engine has.
         with standing_in(self.model, partial(type(self.model).forward, self.model)):
-            known = reference(
-                self.model,
-                self.prompt,
-                trained=self.options.adapter is not None,
-                by_layer=self.report.content["weights"] == "w8a8",
-            )
+            is_trained = self.options.adapter is not None
+            known = reference(self.model, self.prompt, trained=is_trained, by_layer=weights == "w8a8")
         held = torch.cuda.memory_allocated() - before
         torch.cuda.empty_cache()
         calls.reset_peak()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wide.errors import UnsupportedBackendError
 from wide.inference.engine.cache import KvCache
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.layer import ForwardOptions
@@ -16,16 +15,11 @@ _WARM_UP_CALLS = 2
 
 
 class GraphPool:
-    """Captures calls as graphs that share memory and are never replayed at the same time; it outlives each of them.
+    """Captures calls as graphs that share memory and are never replayed at the same time; it outlives each of them."""
 
-    Raises UnsupportedBackendError if there is no CUDA device.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Capture one small graph, since a pool without any is gone."""
-        if not torch.cuda.is_available():
-            raise UnsupportedBackendError("CUDA graphs need a CUDA device; call the decoder's prompt and step directly")
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        self._device = device
         with torch.cuda.device(self._device):
             self._handle: Any = torch.cuda.graph_pool_handle()
             # One for all: the libraries keep a workspace of their own for every stream. Products go before what runs

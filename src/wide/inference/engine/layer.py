@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,16 +134,9 @@ def _enter(
     norm, router, rows = part.norm, _deciding(part, forced, options), stream.total.shape[0]
     in_line = rows <= MAX_FEW_ROWS and not _overlaps(part, rows, options)
     if in_line and router is not None and norm is not None and not norm.centered:
-        total, normed, mask = norm_route(
-            stream.total,
-            norm.weight,
-            router.weights,
-            reads_residual=router.reads_residual,
-            addend=stream.addend,
-            eps=norm.eps,
-            unit_offset=norm.unit_offset,
-            backend=options.table.backend,
-        )
+        how: dict[str, Any] = {"eps": norm.eps, "unit_offset": norm.unit_offset, "backend": options.table.backend}
+        how |= {"addend": stream.addend, "reads_residual": router.reads_residual}
+        total, normed, mask = norm_route(stream.total, norm.weight, router.weights, **how)
         return total, normed, mask if forced is None else forced
     total, normed = apply_norm(norm, stream.total, stream.addend, options.table.backend)
     return total, normed, _decide(part, total, normed, forced, options)
@@ -196,25 +189,12 @@ def _attention(
     q, keys, values = (part.unflatten(1, (-1, weights.head_dim)).unflatten(0, shape) for part in (q, keys, values))
     k_memory, v_memory, places = view.memory(index, keys)
     own = own_groups(weights, mask)
-    q = rope_to_cache(
-        q,
-        keys,
-        values,
-        weights.cos,
-        weights.sin,
-        view.starts,
-        k_memory,
-        v_memory,
-        places=places,
-        # One token's skipped heads cost less than to look them up.
-        mask=None if view.is_step or is_late else own,
-        q_norm=None if q_norm is None else q_norm.weight,
-        k_norm=None if k_norm is None else k_norm.weight,
-        eps=1e-6 if q_norm is None else q_norm.eps,
-        unit_offset=q_norm is not None and q_norm.unit_offset,
-        interleaved=weights.form.interleaved,
-        backend=table.backend,
-    )
+    how: dict[str, Any] = {"places": places, "interleaved": weights.form.interleaved, "backend": table.backend}
+    # One token's skipped heads cost less than to look them up.
+    how["mask"] = None if view.is_step or is_late else own
+    if q_norm is not None and k_norm is not None:
+        how |= {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps, "unit_offset": q_norm.unit_offset}
+    q = rope_to_cache(q, keys, values, weights.cos, weights.sin, view.starts, k_memory, v_memory, **how)
     call = AttentionCall(weights.form, table, order, options.wait)
     heads = view.attend(index, q, own, call).reshape(x.shape[0], -1)
     if own is None:

@@ -109,14 +109,9 @@ class LinearWeights(NamedTuple):
             options |= {**scales, "scale": self.scale}
         if num_groups > PATTERN_GROUPS and (choice.backend == "cuda" or choice.groups_per_block > PATTERN_GROUPS):
             return gemm_k_rows(h, weight, reorder_rows(mask, backend="cuda"), **options)
-        per_block = min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
-        order = reorder_patterns(
-            mask,
-            groups_per_block=per_block,
-            block_m=choice.block_m or BLOCK_M,
-            keeps_empty=per_block >= num_groups,
-            backend=sorts,
-        )
+        block_m, per_block = choice.block_m or BLOCK_M, min(choice.groups_per_block or PATTERN_GROUPS, num_groups)
+        how = {"groups_per_block": per_block, "block_m": block_m, "keeps_empty": per_block >= num_groups}
+        order = reorder_patterns(mask, **how, backend=sorts)
         return gemm_k(h, weight, order, tile=choice.tile, **options)
 
     def in_int8(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
@@ -178,16 +173,10 @@ class GatedWeights(NamedTuple):
         if self.both.int8_rows and not few:
             x, scales = self.both.in_int8(x)
         _, gate, up, activation = self if few or scales else self._expanded(x.dtype)
-        options: dict[str, Any] = {
-            "up_weight": None if up is None else up.weight,
-            "bias": gate.bias,
-            "up_bias": None if up is None else up.bias,
-            "activation": activation,
-            "backend": choice.backend,
-            "tile": choice.tile,
-        }
-        if gate.scale is not None:
-            options |= {"scale": gate.scale, "up_scale": None if up is None else up.scale}
+        options: dict[str, Any] = {"activation": activation, "backend": choice.backend, "tile": choice.tile}
+        options |= {"bias": gate.bias, "scale": gate.scale}
+        if up is not None:
+            options |= {"up_weight": up.weight, "up_bias": up.bias, "up_scale": up.scale}
         if few:
             options |= {"zero_skipped": zeroed, "rotation": gate.rotation}
             return gemv_mn(x, gate.weight, mask, **options), None
