@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,16 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "triton_obstacle", lambda device: None)
 
 
+def _of(tuning: TuningTable, ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """Return an answer by the measurements of a table instead of the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured, "TuningTable", lambda: tuning)
+        return ask(*given, **options)
+
+
 def _table(tuning: TuningTable, executed: tuple[float, float] = (0.5, 0.5), **changes: object) -> OperatorTable:
     sizes = dataclasses.replace(LLAMA, **changes)
-    return measured_table(sizes, device=CPU, dtype=torch.bfloat16, executed=executed, tuning=tuning)
+    return _of(tuning, measured_table, sizes, device=CPU, dtype=torch.bfloat16, executed=executed)
 
 
 def _measured(tmp_path: Path) -> TuningTable:
@@ -192,16 +200,16 @@ def test_a_package_that_is_gone_since_is_named(tmp_path: Path, lacking: dict[str
 @pytest.mark.usefixtures("on_gpu")
 def test_steps_of_int8_weights_have_measurements_of_their_own_and_prompts_those_of_all(tmp_path: Path) -> None:
     tuning, eight = _measured(tmp_path), dataclasses.replace(LLAMA, weights="int8")
-    assert is_measured(CPU, [LLAMA], tuning=tuning)
-    assert not is_measured(CPU, [eight], tuning=tuning)
+    assert _of(tuning, is_measured, CPU, [LLAMA])
+    assert not _of(tuning, is_measured, CPU, [eight])
     for name in ("gate_up", "down", "query", "output"):
         operator, case = operator_case(name, eight, 1, 0.5)
         assert shape_key(operator, case).endswith(" | weights int8")
         assert operator_case(name, eight, 4096, 0.5) == operator_case(name, LLAMA, 4096, 0.5)
     found = Choice(backend="triton", tile=(2, 4096, 4))
     tuning.store({tuning_key("gemv_k", CPU, operator_case("down", eight, 1, 0.5)[1]): found})
-    assert is_measured(CPU, [eight], tuning=tuning)
-    tables = [measured_table(sizes, device=CPU, dtype=torch.bfloat16, tuning=tuning) for sizes in (LLAMA, eight)]
+    assert _of(tuning, is_measured, CPU, [eight])
+    tables = [_of(tuning, measured_table, sizes, device=CPU, dtype=torch.bfloat16) for sizes in (LLAMA, eight)]
     assert [table.choice("down", 1) == found for table in tables] == [False, True]
     assert tables[0].choice("gate_up", 4096) == tables[1].choice("gate_up", 4096) != DENSE
 
@@ -213,11 +221,11 @@ def test_prompts_of_int8_rows_take_what_halves_take_until_they_are_measured(tmp_
         operator, case = operator_case(name, eight, 4096, 0.5)
         assert (" | rows int8" in shape_key(operator, case)) == (name != "query")
         assert operator_case(name, eight, 1, 0.5)[1].options["weights"] == "int8"
-    assert not is_measured(CPU, [eight], tuning=tuning)
-    guessed = measured_table(eight, device=CPU, dtype=torch.bfloat16, tuning=tuning)
+    assert not _of(tuning, is_measured, CPU, [eight])
+    guessed = _of(tuning, measured_table, eight, device=CPU, dtype=torch.bfloat16)
     assert guessed.choice("gate_up", 4096) == _table(tuning).choice("gate_up", 4096) != DENSE
     tuning.store({tuning_key("gemm_mn", CPU, operator_case("gate_up", eight, 1024, 0.5)[1]): DENSE})
-    found = measured_table(eight, device=CPU, dtype=torch.bfloat16, tuning=tuning)
+    found = _of(tuning, measured_table, eight, device=CPU, dtype=torch.bfloat16)
     assert found.choice("gate_up", 4096) == DENSE
     assert found.choice("query", 4096) == guessed.choice("query", 4096)
     table = found.for_int8_rows()
@@ -236,7 +244,7 @@ def test_a_kernel_of_steps_is_chosen_only_for_sizes_that_it_takes(tmp_path: Path
         sizes = dataclasses.replace(eight, hidden_size=width)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            table = measured_table(sizes, device=CPU, dtype=torch.bfloat16, tuning=tuning)
+            table = _of(tuning, measured_table, sizes, device=CPU, dtype=torch.bfloat16)
         assert table.choice("down", 1).backend == backend
         assert ["multiple of 64 and outputs of 16" in str(each.message) for each in said] == [True] * (width == 4104)
 
@@ -252,14 +260,15 @@ def test_masks_that_are_alike_enough_take_rows_in_one_order(tmp_path: Path, lack
 
     def at(left: float | None, num_rows: int = 4096, *, active: float = 0.5, **sizes: int) -> str:
         layer = dataclasses.replace(LLAMA, **sizes)
-        shares: dict[str, Any] = {"executed": (0.5, active), "left": left, "tuning": tuning}
-        return measured_table(layer, device=CPU, dtype=torch.bfloat16, **shares).choice("down", num_rows).backend
+        shares: dict[str, Any] = {"executed": (0.5, active), "left": left}
+        found = _of(tuning, measured_table, layer, device=CPU, dtype=torch.bfloat16, **shares)
+        return found.choice("down", num_rows).backend
 
     # Of the down product alone; other products along K have their own measurements.
     o_rows = gemm_case("output", dataclasses.replace(LLAMA, attention_groups=32), 4096, 0.5)
     tuning.store({tuning_key("gemm_k_rows", CPU, o_rows): dataclasses.replace(rows, groups_per_block=32)})
     split = dataclasses.replace(LLAMA, attention_groups=32)
-    both = measured_table(split, device=CPU, dtype=torch.bfloat16, left=0.5, tuning=tuning)
+    both = _of(tuning, measured_table, split, device=CPU, dtype=torch.bfloat16, left=0.5)
     assert (both.choice("down", 4096).backend, both.choice("output", 4096).backend) == ("cuda", "dense")
     assert at(None) == at(1.0) == at(0.91) == "dense"
     assert at(0.89) == at(0.0) == at(0.89, 16384) == "cuda"

@@ -90,13 +90,13 @@ def test_every_operator_of_a_models_own_shape_is_found(quick, ffn_groups, attent
 
 def test_dense_stays_where_it_is_faster_and_counts_as_measured(on_the_host, monkeypatch):
     layers = layers_of(tiny(on_the_host)[0], ffn_group_size=64)
-    table, told = tuned(layers, monkeypatch, dense_us=5.0)
+    _, told = tuned(layers, monkeypatch, dense_us=5.0)
     assert all("dense, 5.0 us" in each.verdict for each in told)
     found = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16)
     assert {found.how(name, rows) for name in OPERATORS for rows in (1, 32)} == {"dense"}
     sizes = [layer.sizes for layer in layers]
-    assert is_measured(CPU, sizes, tuning=table)
-    assert not is_measured(CPU, [dataclasses.replace(sizes[0], hidden_size=1024)], tuning=table)
+    assert is_measured(CPU, sizes)
+    assert not is_measured(CPU, [dataclasses.replace(sizes[0], hidden_size=1024)])
 
 
 def test_an_optimised_model_follows_what_was_tuned(on_the_host, monkeypatch):
@@ -172,7 +172,7 @@ def test_steps_come_first_and_what_no_time_is_left_for_is_named_and_stays_dense(
     assert found.left_out
     assert len(names) + len(found.left_out) == told[0].total
     assert not set(names) & set(found.left_out)
-    known = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16, tuning=table)
+    known = measured_table(layers[0].sizes, device=CPU, dtype=torch.bfloat16)
     assert known.how("query", 1) == "few"
     assert known.how("attention", 32) == "dense"
 

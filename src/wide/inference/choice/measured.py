@@ -34,24 +34,22 @@ def measured_table(
     dtype: torch.dtype,
     executed: tuple[float, float] = (0.5, 0.5),
     left: float | None = None,
-    tuning: TuningTable | None = None,
 ) -> OperatorTable:
     """Return the table of measured choices; what has not been measured, or not been faster, is dense.
 
-    Where `left` is known, the down product over one sort is taken if its measured time, less what these masks spare
-    tiles beyond the measured ones, promises to be a twentieth below that of the dense product. Raises ConfigError if a
-    share lies outside [0, 1].
+    Measurements are the user's own, then those that ship with the package. Where `left` is known, the down product over
+    one sort is taken if its measured time, less what these masks spare tiles beyond the measured ones, promises to be a
+    twentieth below that of the dense product. Raises ConfigError if a share lies outside [0, 1].
 
     Args:
         executed: Expected shares of (token, group) pairs that execute, in attention and FFN.
         left: Share of the FFN's groups that tiles of rows in one order execute (`left_to_tiles`); None = unknown.
-        tuning: The measurements; None takes the user's own, then those that ship with the package.
     """
     if any(not 0.0 <= share <= 1.0 for share in executed):
         raise ConfigError(f"executed shares must lie in [0, 1], got {executed}; (0.5, 0.5) skips half of the work")
     if obstacle(device, dtype) is not None:
         return DENSE_TABLE
-    known = tuning or TuningTable()
+    known = TuningTable()
     rules: list[tuple[str, Rules]] = []
     for name in OPERATORS:
         active = _share(name, executed)
@@ -77,14 +75,10 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_measured(
-    device: torch.device,
-    layers: Sequence[LayerSizes],
-    *,
-    executed: tuple[float, float] = (0.5, 0.5),
-    tuning: TuningTable | None = None,
+    device: torch.device, layers: Sequence[LayerSizes], *, executed: tuple[float, float] = (0.5, 0.5)
 ) -> bool:
     """Return whether any linear operator was measured near any layer's shapes on this kind of device, dense or not."""
-    known = tuning or TuningTable()
+    known = TuningTable()
     return known.knows(device) and any(
         known.nearest(*operator_case(name, sizes, rows, _share(name, executed)), device, fewer_rows=rows > MAX_ROWS)
         for sizes in layers
