@@ -171,8 +171,7 @@ class Plan:
     @classmethod
     def from_json(cls, data: object) -> "Plan":
         """Read what `to_json` wrote; raises AdapterError if a key is missing or unknown, or a value impossible."""
-        plan: Plan = typed(cls, data, "plan")
-        return plan
+        return typed(cls, data, "plan")
 
 
 def scale_name(layer: int, half: str) -> str:

@@ -132,9 +132,6 @@ class Backends:
             self._import(name)
         return iter(sorted(self._known, key=lambda name: (name != "torch", name)))
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._import(name) is None and name in self._known
-
     def missing(self, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return what a backend lacks on a device, whatever the shape, or None."""
         found = self._find(name)
