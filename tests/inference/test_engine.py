@@ -31,7 +31,7 @@ from wide.inference.engine.cache import EngineCache
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.graphs import CapturedStep, NextStep
 from wide.inference.engine.layer import ForwardOptions
-from wide.inference.engine.memory import Slot
+from wide.inference.engine.memory import Memory, Slot
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.gates import cache_name
@@ -294,8 +294,7 @@ def test_a_prompt_whose_graph_does_not_fit_runs_without(monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(memory_module, "capture_prompt", full)
-    decoder = Decoder(routed(), max_length=64)
-    slot = Slot(decoder, decoder.new_cache(1))
+    slot = Memory(Decoder(routed(), max_length=64), threading.RLock()).free(1, 64)
     ids, lengths = tokens(1, 12), torch.tensor([12], dtype=torch.int32)
     assert [slot.prompt(ids, lengths, routed=True, pool=object()) for _ in range(4)] == [None] * 4
 
@@ -861,7 +860,7 @@ def test_steps_that_are_begun_ahead_change_nothing(batch, recorded):
     for (sequences, logits), (wanted_sequences, wanted_logits) in zip(found, wanted, strict=True):
         assert sequences.tolist() == wanted_sequences.tolist()
         torch.testing.assert_close(logits, wanted_logits, **CLOSE)
-    assert all(slot.is_free for slot in engine_of(model)._memory.slots)
+    assert all(slot.holder is None for slot in engine_of(model)._memory.slots)
 
 
 def test_no_step_is_begun_that_nobody_asks_for(recorded, monkeypatch):

@@ -11,14 +11,13 @@ import torch
 from wide.errors import ConfigError
 from wide.inference.choice.layer_sizes import LayerSizes, backends_and_shape, misfit, operator_case
 from wide.inference.operators.table import DENSE, DENSE_TABLE, OPERATORS, SUMS, OperatorName, OperatorTable, Rules
-from wide.kernels.device import triton_obstacle
+from wide.kernels.device import HALF, triton_obstacle
 from wide.kernels.gemv.op import MAX_ROWS
 from wide.kernels.reordering import PATTERN_GROUPS
 from wide.kernels.tuning import Choice, TuningTable
 
 # Numbers of rows that a table tells apart.
 _ROWS = (1, 2, *(1 << power for power in range(2, 19)))
-_HALVES = (torch.bfloat16, torch.float16)
 # Above, skipping pairs in attention over a cache saves less than noise.
 _NEARLY_ALL = 0.95
 ONE_SORT = "gemm_k_rows"
@@ -69,7 +68,7 @@ def measured_table(
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why a GPU runs dense products only whatever was measured, None if it need not."""
     reason = triton_obstacle(device)
-    if reason is None and dtype not in _HALVES:
+    if reason is None and dtype not in HALF:
         reason = f"the kernels take float16 and bfloat16, this model is in {dtype}"
     return reason
 

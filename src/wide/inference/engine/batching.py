@@ -28,17 +28,11 @@ from wide.models.gates import install_attention_gates
 PAGED_ATTENTION = "wide_paged|flash"
 """wide's attention among transformers'; 'flash' tells them that it needs no mask, 'paged|' which caches it knows."""
 ARGUMENTS = frozenset(
-    {"cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"}
+    (
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"),
+        *("write_index", "read_index", "logits_indices", "cache", "block_table", "logits_processor_args", "is_causal"),
+    )
 )
-ARGUMENTS |= {
-    "write_index",
-    "read_index",
-    "logits_indices",
-    "cache",
-    "block_table",
-    "logits_processor_args",
-    "is_causal",
-}
 """Arguments of a model's forward that a step over a paged cache brings along."""
 # The cache of a step, among the arguments of attention functions.
 _CACHE = "wide_cache"
@@ -172,13 +166,11 @@ class PagedView:
         if index not in self._shared:
             assert self._table is not None
             self._shared[index] = _read_pages(self._key_bounds(_FULL), self._table[index], size, trash)
-        found: _Pages = self._shared[index]
-        return found
+        return self._shared[index]
 
     def _key_bounds(self, kind: str) -> Tensor:
         found = self._given["cu_seq_lens_k"]
-        bounds: Tensor = found[kind] if isinstance(found, dict) else found
-        return bounds
+        return found[kind] if isinstance(found, dict) else found
 
 
 def _attend_runs(

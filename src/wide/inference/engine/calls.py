@@ -13,7 +13,7 @@ from torch import Tensor
 from wide.errors import ShapeError
 from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
 from wide.inference.engine.cache import EngineCache
-from wide.inference.engine.generation import is_trusted, reason_of
+from wide.inference.engine.generation import REASON, is_trusted
 from wide.inference.engine.inputs import KNOWN, kept_rows, read_padding, unexpected_rows
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.engine.memory import Memory, has_graph
@@ -53,7 +53,8 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
     if cache is None:
         return "prompt", x, None
     if not isinstance(cache, EngineCache):
-        raise Masked(reason_of(cache))
+        own = f"a {type(cache).__name__} that is not the engine's (a cache of the caller's own)"
+        raise Masked(getattr(cache, REASON, own))
     if cache.slot is None and cache.get_seq_length():
         raise Masked(cache.left_for)
     if cache.tokens and given.get("attention_mask") is None and not is_trusted(cache):

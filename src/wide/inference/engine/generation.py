@@ -12,7 +12,8 @@ from transformers import DynamicCache, StaticCache
 from wide.inference.engine.cache import EngineCache
 from wide.models.gates import cache_name, cache_of
 
-_PLAIN = "wide_reason"
+REASON = "wide_reason"
+"""Attribute of a cache that runs masked: why, where `generate` made it."""
 # Caches of the `generate` that this thread runs, whose masks and positions follow from those of the prompt.
 _TRUSTED: ContextVar["weakref.WeakSet[EngineCache] | None"] = ContextVar("_TRUSTED", default=None)
 
@@ -20,11 +21,6 @@ _TRUSTED: ContextVar["weakref.WeakSet[EngineCache] | None"] = ContextVar("_TRUST
 def is_trusted(cache: EngineCache | None) -> bool:
     """Return whether a running `generate` made the masks and positions of this call, so that they need no check."""
     return cache is not None and cache in (_TRUSTED.get() or ())
-
-
-def reason_of(cache: Any) -> str:
-    """Return why a cache that is not the engine's runs masked."""
-    return getattr(cache, _PLAIN, f"a {type(cache).__name__} that is not the engine's (a cache of the caller's own)")
 
 
 def wrap_generation(model: Any, ended: Callable[[], None]) -> dict[str, Callable[..., Any]]:
@@ -43,7 +39,7 @@ def wrap_generation(model: Any, ended: Callable[[], None]) -> dict[str, Callable
         if not is_default or getattr(cache, "offloading", False) or named["generation_config"].is_assistant:
             return out
         if mode not in ("greedy_search", "sample"):
-            setattr(cache, _PLAIN, str(mode).replace("_", " "))
+            setattr(cache, REASON, str(mode).replace("_", " "))
             return out
         cache = EngineCache(model.config, named.get("max_cache_length"), is_greedy=mode == "greedy_search")
         inputs[cache_name(inputs)] = cache

@@ -7,20 +7,12 @@ import torch
 from torch import Tensor
 
 KNOWN = frozenset(
-    {
-        "input_ids",
-        "inputs_embeds",
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "cache",
-        "use_cache",
-        "logits_to_keep",
-        "cache_position",
-        "return_dict",
+    (
+        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache"),
+        *("logits_to_keep", "cache_position", "return_dict"),
         # generate(stop_strings=..., tokenizer=...) hands it on; no layer reads it.
         "tokenizer",
-    }
+    )
 )
 """Arguments of a model's forward that the engine reads, or that change nothing."""
 

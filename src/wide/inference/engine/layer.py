@@ -13,13 +13,7 @@ from wide.inference.engine.side_stream import SideStream
 from wide.inference.engine.views import AttentionCall, CacheView
 from wide.inference.operators.products import feed_forward
 from wide.inference.operators.table import OperatorName, OperatorTable
-from wide.inference.reading.weights import (
-    AttentionWeights,
-    EngineRouter,
-    LayerWeights,
-    Sublayer,
-    apply_norm,
-)
+from wide.inference.reading.weights import AttentionWeights, EngineRouter, LayerWeights, Sublayer, apply_norm
 from wide.kernels.reordering import Reordering
 from wide.kernels.rope.op import rope_to_cache
 from wide.kernels.route.op import MAX_FEW_ROWS, norm_route, route

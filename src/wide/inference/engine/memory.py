@@ -32,7 +32,7 @@ _GRAPH_ROWS, _MOST_GRAPH_ROWS, _GRAPH_CELLS = 4096, 16384, 4096 * 28672
 class Slot:
     """Keys and values of some sequences, and the graphs of the prompts and steps that read and write them."""
 
-    def __init__(self, decoder: Decoder, cache: KvCache, memory: "Memory | None" = None) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, memory: "Memory") -> None:
         self.decoder, self.cache, self.memory = decoder, cache, memory
         self.owner: weakref.ref[EngineCache] | None = None
         self._steps: dict[bool, Callable[[Tensor], Tensor]]
@@ -40,15 +40,14 @@ class Slot:
         self.forget()
 
     @property
-    def is_free(self) -> bool:
-        """Whether no living cache holds it."""
+    def holder(self) -> EngineCache | None:
+        """The living cache that holds it; None where it is free."""
         owner = None if self.owner is None else self.owner()
-        return owner is None or owner.slot is not self
+        return owner if owner is not None and owner.slot is self else None
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Let nobody else use the memory inside the block."""
-        assert self.memory is not None
         with self.memory.lock:
             self.memory.claim()
             yield
@@ -155,9 +154,9 @@ class Memory:
         """Let caches leave the engine, with what they hold."""
         self.claim()
         for slot in self.slots:
-            owner = None if slot.owner is None else slot.owner()
-            if owner is not None and owner.slot is slot:
-                owner.leave_engine()
+            holder = slot.holder
+            if holder is not None:
+                holder.leave_engine()
         self.slots, self.pool = [], None
 
     def follow(self, thresholds: list[float]) -> None:
@@ -188,7 +187,7 @@ class Memory:
 
     def free(self, batch: int, wanted: int) -> Slot:
         """Return free memory for so many tokens a sequence, used before if there is any."""
-        free = [slot for slot in self.slots if slot.is_free]
+        free = [slot for slot in self.slots if slot.holder is None]
         fits = [slot for slot in free if slot.cache.batch == batch and slot.cache.room >= wanted]
         if fits:
             slot = min(fits, key=lambda each: each.cache.room)
@@ -201,7 +200,7 @@ class Memory:
                 memory = self.decoder.new_cache(batch, room)
             if memory is None:
                 # Whatever names the free memory keeps it.
-                self.slots, free, dropped = [each for each in self.slots if not each.is_free], [], []
+                self.slots, free, dropped = [each for each in self.slots if each.holder is not None], [], []
                 torch.cuda.empty_cache()
                 memory = self.decoder.new_cache(batch, room)
             slot = Slot(self.decoder, memory, self)
@@ -227,7 +226,7 @@ class Memory:
             # Garbage is collected anywhere: a forward of another thread drops what is too much when it needs memory.
             if not self.lock.acquire(blocking=False):
                 return
-            free = [each for each in self.slots if each.is_free]
+            free = [each for each in self.slots if each.holder is None]
             kept = sum(2 * each.cache.k.nbytes for each in free)
             dropped = []
             for old in free:
