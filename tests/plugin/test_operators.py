@@ -331,8 +331,8 @@ def test_vllm_says_which_rows_are_padding(monkeypatch):
             self.model = SimpleNamespace(layers=[])
 
     monkeypatch.setattr(model, "read_pruning", lambda _: SimpleNamespace(weights="model"))
-    for name in ("exchange", "Tally"):
-        monkeypatch.setattr(model, name, lambda *_: None)
+    monkeypatch.setattr(model, "exchange", lambda *_: None)
+    monkeypatch.setattr(model.Reporting, "take_over", lambda *_: None)
     monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
     config = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
     config.scheduler_config = SimpleNamespace(max_num_batched_tokens=8)
