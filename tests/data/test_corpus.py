@@ -14,7 +14,7 @@ import zstandard
 
 from wide.data import corpus, local_names
 from wide.data.batches import load_blocks
-from wide.data.corpus import is_data_set, load_documents, source_fingerprint
+from wide.data.corpus import is_data_set, load_documents, reads, source_fingerprint
 from wide.errors import DataError
 from wide.evaluation.evaluate import scored_split
 from wide.runs.settings import EvalOptions
@@ -429,7 +429,9 @@ def test_the_public_name_of_the_built_in_source():
     assert corpus.PYTHON_DOCS == "python-docs"
 
 
-@pytest.mark.parametrize("ask", [is_data_set, source_fingerprint, lambda name: next(load_documents(name))])
+@pytest.mark.parametrize(
+    "ask", [is_data_set, source_fingerprint, lambda name: next(load_documents(name)), lambda name: reads(name, "RUN")]
+)
 def test_an_empty_name_is_not_the_working_folder(ask, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("words")
     monkeypatch.chdir(tmp_path)

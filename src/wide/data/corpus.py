@@ -86,7 +86,7 @@ def require_found(source: str | Path) -> None:
 
 def reads(source: str | Path, path: str | Path) -> bool:
     """Return whether a path lies in a folder that a source reads."""
-    folders = [Path(name).expanduser() for name in mixture(source) or (source,)]
+    folders = [Path(name).expanduser() for name in mixture(source) or (source,) if _is_local(name)]
     return any(each.is_dir() and Path(path).resolve().is_relative_to(each.resolve()) for each in folders)
 
 

@@ -49,7 +49,7 @@ def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str
         if (Path(name, subfolder) / "config.json").is_file():
             return None
         return (
-            f"{name} holds no config.json, so it is no model; name the folder of a model, or a GGUF file (an adapter "
+            f"{name or repr(name)} holds no config.json, so it is no model; name the folder of a model, or a GGUF file (an adapter "
             "goes beside its base: --adapter, in Python wide.load(base, adapter))"
         )
     if name.startswith(_SIGNS):
