@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -68,7 +69,8 @@ def load_base(
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     where, dtype = choose_device(device), options.dtype if keeps_dtype else chosen_dtype(options)
     if dtype != options.dtype:
-        say(f"in {dtype}, in which this CPU is faster; --dtype bfloat16 or float16 takes half of the memory")
+        note = f"in {dtype}, in which this CPU is faster; --dtype bfloat16 or float16 takes half of the memory"
+        say(note, file=sys.stderr)
     if pruned_too and is_pruned_checkpoint(options.model):
         with loading():
             if is_quantised_checkpoint(options.model):
