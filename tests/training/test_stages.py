@@ -279,6 +279,16 @@ def test_groups_cannot_be_changed_on_a_model_that_has_routers():
         prune(routed_model(), RandomSource(), config=CONFIG, stage=stage(steps=1))
 
 
+def test_an_optimised_model_is_refused_before_it_is_changed(texts, tiny_tokenizer):
+    routed = routed_model(vocab_size=VOCABULARY)
+    attachment(routed).engine = object()
+    with pytest.raises(NotAttachedError, match="this model is optimised; call wide.deoptimize"):
+        prune(routed, texts, sparsity=0.5, tokenizer=tiny_tokenizer, stage=stage(steps=1))
+    with pytest.raises(NotAttachedError, match="this model is optimised; call wide.deoptimize"):
+        recover(routed, texts, objective=ObjectiveConfig(), tokenizer=tiny_tokenizer, stage=lora_stage(steps=1))
+    assert attachment(routed).lora is None
+
+
 def test_recovery_needs_routers_and_a_target():
     with pytest.raises(NotAttachedError):
         recover(dense_model(), RandomSource())

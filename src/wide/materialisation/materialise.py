@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.data.progress import progress
-from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
+from wide.errors import ConfigError, UnsupportedModelError
 from wide.materialisation.checkpoint import (
     SlicedMixin,
     become_sliced,
@@ -62,8 +62,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
         raise UnsupportedModelError("this model is sliced already; materialise its base under both plans at once")
     plan, specs = state.plan, state.specs
     _check_static(plan, how)
-    if state.engine is not None:
-        raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
+    state.require_not_optimised()
     _check_structure(model, plan, specs, how)
     merge_lora(model)
     tensors = {name: tensor.detach() for name, tensor in state.static_parameters().items()}

@@ -92,6 +92,11 @@ class Attachment:
     lora: Any = None
     engine: Any = None
 
+    def require_not_optimised(self) -> None:
+        """Refuse to change what `wide.optimize` has copies of; raises NotAttachedError."""
+        if self.engine is not None:
+            raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
+
     def routers(self) -> list[Router]:
         """Return all routers, by layer, attention before FFN."""
         return [getattr(module, name) for module, name in self.parts if name == ROUTER_NAME]
@@ -265,8 +270,7 @@ def detach(model: ModelT) -> ModelT:
         NotAttachedError: If the model carries no plan, is optimised, or LoRA was merged into its weights.
     """
     state = attachment(model)
-    if state.engine is not None:
-        raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
+    state.require_not_optimised()
     if state.lora is not None:
         state.lora.unload()
     for handle in state.handles:

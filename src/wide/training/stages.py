@@ -79,6 +79,7 @@ def prune(
     Raises:
         ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not
             given, or the plan has no router.
+        NotAttachedError: If the model is optimised.
         MissingExtraError: If the tracker is not installed.
         DataError: If the text is too short or does not fit the model's vocabulary.
         UnsupportedModelError: If the model cannot be routed.
@@ -97,6 +98,7 @@ def prune(
     if is_attached(model):
         if config is not None:
             raise ConfigError("this model has routers already, so config= cannot change them; detach it first")
+        attachment(model).require_not_optimised()
         plan = attachment(model).plan
     else:
         plan = _checked_plan(config, model)
@@ -150,7 +152,7 @@ def recover(
         calibrate_threshold: As for `prune`; with frozen routers the threshold stays as it is.
 
     Raises:
-        NotAttachedError: If the model has no plan.
+        NotAttachedError: If the model has no plan, or is optimised.
         MissingExtraError: If PEFT is not installed.
         ConfigError: If settings contradict each other or LoRA that is there already, or no target is recorded and
             none given.
@@ -160,6 +162,7 @@ def recover(
     Source: paper, section 3.2 (LoRA tuning) and section 4.1 (settings).
     """
     state = attachment(model)
+    state.require_not_optimised()
     require_tracker(tracker)
     require(RecoverConfig | None, stage, "stage", "a RecoverConfig")
     require(ObjectiveConfig | None, objective, "objective", "an ObjectiveConfig")
