@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -281,3 +282,9 @@ def test_a_model_or_text_that_is_nowhere_is_told_before_anything_heavy_is_import
         if source == "python-docs":
             assert main([words[0], f"--model={tmp_path}", *words[1:], f"{flag}=some/text"]) == 1
             assert "cache has no dataset of this name" in capsys.readouterr().err
+
+
+def test_warnings_of_commands_have_no_place_in_the_source(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    assert main(["methods"]) == 0
+    assert warnings.formatwarning("as it is said", UserWarning, "evaluate.py", 130) == "warning: as it is said\n"

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -87,6 +88,8 @@ def _complete() -> list[str]:
 
 def _guarded(command: str, arguments: list[str]) -> int:
     debug = "--debug" in arguments
+    # A place in the source says nothing to who types commands.
+    warnings.formatwarning = lambda message, *_where, **_line: f"warning: {message}\n"
     # Remarks of the library on configurations are noise beside what a command says.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
