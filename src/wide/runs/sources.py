@@ -69,8 +69,7 @@ def load_base(
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     where, dtype = choose_device(device), options.dtype if keeps_dtype else chosen_dtype(options)
     if dtype != options.dtype:
-        note = f"in {dtype}, in which this CPU is faster; --dtype bfloat16 or float16 takes half of the memory"
-        say(note, file=sys.stderr)
+        say(f"in {dtype}, faster on this CPU; --dtype bfloat16 or float16 takes half of the memory", sys.stderr)
     if pruned_too and is_pruned_checkpoint(options.model):
         with loading():
             if is_quantised_checkpoint(options.model):
