@@ -68,7 +68,7 @@ class Forecast:
         assert isinstance(asked, PruneRequest)
         if asked.is_papers:
             parts["clustering"] = self._clustering(asked, blocks)
-            # What stage 1 begins with may read text, which takes a small share of it.
+            # The fit of routers is not tried: in a run of some length it takes a small share.
             attach(self._model, replace(asked.settings, ffn_grouping="adjacent", router_start="random"))
             self._say_groups()
             parts["training"] = stage_seconds(self._model, blocks, asked.objective, asked.stage, routers=True)
@@ -212,4 +212,4 @@ def _title(stage: StageConfig) -> str:
 def _say_in_all(parts: Mapping[str, float]) -> None:
     words = ", ".join(f"{name} {timedelta(seconds=round(seconds))}" for name, seconds in parts.items() if seconds)
     whole = timedelta(seconds=round(sum(parts.values())))
-    say(f"\nin all   about {whole} h:m:s: {words}; report and loading come on top")
+    say(f"\nin all   about {whole} h:m:s: {words}; report, loading and a fit of routers come on top")
