@@ -49,8 +49,8 @@ def missing_folder(name: str, *, cache: str | Path | None = None, subfolder: str
         if (Path(name, subfolder) / "config.json").is_file():
             return None
         return (
-            f"{name or repr(name)} holds no config.json, so it is no model; name the folder of a model, or a GGUF file (an adapter "
-            "goes beside its base: --adapter, in Python wide.load(base, adapter))"
+            f"{name or repr(name)} holds no config.json, so it is no model; name the folder of a model, or a GGUF file "
+            "(an adapter goes beside its base: --adapter, in Python wide.load(base, adapter))"
         )
     if name.startswith(_SIGNS):
         return f"there is no folder {name!r} to load a model and its tokenizer from; check the path"
