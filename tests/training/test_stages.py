@@ -282,9 +282,9 @@ def test_groups_cannot_be_changed_on_a_model_that_has_routers():
 def test_an_optimised_model_is_refused_before_it_is_changed(texts, tiny_tokenizer):
     routed = routed_model(vocab_size=VOCABULARY)
     attachment(routed).engine = object()
-    with pytest.raises(NotAttachedError, match="this model is optimised; call wide.deoptimize"):
+    with pytest.raises(NotAttachedError, match="this model is optimised"):
         prune(routed, texts, sparsity=0.5, tokenizer=tiny_tokenizer, stage=stage(steps=1))
-    with pytest.raises(NotAttachedError, match="this model is optimised; call wide.deoptimize"):
+    with pytest.raises(NotAttachedError, match="this model is optimised"):
         recover(routed, texts, objective=ObjectiveConfig(), tokenizer=tiny_tokenizer, stage=lora_stage(steps=1))
     assert attachment(routed).lora is None
 
