@@ -212,4 +212,4 @@ def _title(stage: StageConfig) -> str:
 def _say_in_all(parts: Mapping[str, float]) -> None:
     words = ", ".join(f"{name} {timedelta(seconds=round(seconds))}" for name, seconds in parts.items() if seconds)
     whole = timedelta(seconds=round(sum(parts.values())))
-    say(f"\nin all   about {whole} h:m:s: {words}; report, loading and a fit of routers come on top")
+    say(f"\nin all   about {whole} h:m:s: {words}; report, loading and any fit of routers come on top")
