@@ -86,13 +86,16 @@ def require_found(source: str | Path) -> None:
 
 def reads(source: str | Path, path: str | Path) -> bool:
     """Return whether a path lies in a folder that a source reads."""
-    folders = [Path(name).expanduser() for name in mixture(source) or (source,) if _is_local(name)]
-    return any(each.is_dir() and Path(path).resolve().is_relative_to(each.resolve()) for each in folders)
+    here = Path(path).resolve()
+    return any(each.is_dir() and here.is_relative_to(each.resolve()) for each in places_read(source))
 
 
-def files_read(source: str | Path) -> set[Path]:
-    """Return the local files that a source, or the parts of a mixture, train on; a data set on disk as its folder."""
-    return {file for name in mixture(source) or (source,) for file in _names_of_files(name)}
+def places_read(source: str | Path) -> list[Path]:
+    """Return the folders and files that a source, or the parts of a mixture, name, or that match its pattern."""
+    found: list[Path] = []
+    for path in (Path(name).expanduser() for name in mixture(source) or (source,) if _is_local(name)):
+        found += [path] if path.exists() else filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True)))
+    return found
 
 
 def is_same_source(recorded: str, source: str | Path) -> bool:

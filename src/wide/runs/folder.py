@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from wide.config import BEFORE
-from wide.data.corpus import files_read, reads
+from wide.data.corpus import places_read, reads
 from wide.errors import ConfigError, UsageError
 from wide.models.hub import ADAPTER
 from wide.records import CELLS, COMPARISON, GRID, RECORDS, RecordFile, fingerprint
@@ -192,11 +192,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 def require_apart(output: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder that holds what a command reads, or lies in text of it: it would be replaced, or become text."""
+    target = output.resolve()
     for key, value in flatten(config).items():
         name = key.rpartition(".")[2]
         if name in _READ and isinstance(value, str):
-            read = files_read(value) if name == "data" else [Path(value).expanduser()]
-            held = any(each.exists() and each.resolve().is_relative_to(output.resolve()) for each in read)
+            read = places_read(value) if name == "data" else [Path(value).expanduser()]
+            held = any(each.exists() and each.resolve().is_relative_to(target) for each in read)
             if held or (name == "data" and reads(value, output)):
                 raise ConfigError(f"--output {output} holds or is part of --{key} {value}; choose another folder")
 
