@@ -243,16 +243,20 @@ def test_a_stage_on_frozen_routers_is_not_continued_on_others(tmp_path):
         run(1, learning_rate=0.1)
 
 
-def test_a_stage_is_not_continued_on_text_that_was_edited_in_the_middle(tmp_path):
-    def run(changed):
+def test_a_stage_is_not_continued_on_text_that_was_edited_in_the_middle(tmp_path, monkeypatch):
+    def run(changed, **changes):
         tokens = np.arange(160, dtype=np.uint32) % 40
         tokens[80] += changed
         text = TokenStream(tokens=tokens, starts=np.zeros(1, np.int64), largest_id=40)
         how = {"config": CONFIG, "stage": stage(steps=2), "output": tmp_path, "resume": True}
-        return prune(dense_model(), TokenBlocks(text, 16), **how)
+        return prune(dense_model(), TokenBlocks(text, 16), **(how | changes))
 
     run(0)
     run(0)
+    with monkeypatch.context() as patch:
+        # Without checkpoints it is not read for that.
+        patch.setattr(TokenBlocks, "content_hash", None)
+        run(0, output=None, resume=False)
     with pytest.raises(ConfigError, match=r"\(content '\w+' -> '\w+'\); repeat those"):
         run(1)
 
