@@ -20,7 +20,7 @@ from wide.materialisation.checkpoint import (
 from wide.materialisation.cut import check_cuttable, cut
 from wide.materialisation.shape import ChannelsLeft, HeadsLeft, LayerShape, ModelShape
 from wide.materialisation.stream import bases_around, check_lossless, norm_scales, rotate_embedding, rotate_layer
-from wide.models.attach import attachment, detach, keep_trained_on, trained_on
+from wide.models.attach import TRAINED_ON, attachment, detach, trained_on
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear, require_own_keys
 from wide.models.discovery import discover
 from wide.models.lora import merge_lora
@@ -72,7 +72,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
     state.lora, state.replaced = None, None
     detach(model)
     take_own_config(model)
-    keep_trained_on(model, stages)
+    setattr(model.config, TRAINED_ON, stages)
     if how == "masked":
         _mask(plan, specs, tensors)
     else:

@@ -56,7 +56,8 @@ from wide.schema import require
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _ATTRIBUTE, _SAVE = "_wide_attachment", "save_pretrained"
-_TRAINED_ON = "wide_trained_on"
+TRAINED_ON = "wide_trained_on"
+"""Where the configuration of a model that was cut has what `trained_on` returned before."""
 
 
 @dataclass(slots=True)
@@ -132,16 +133,12 @@ def attachment(model: nn.Module) -> Attachment:
 
 def trained_on(model: Any) -> dict[str, Any]:
     """Return the texts, and their splits, that routers, LoRA or a method read, by stage; those of a cut model, too."""
-    stages: dict[str, Any] = getattr(model.config, _TRAINED_ON, {})
+    # A model that was cut may be pruned again, by a stage of the same name.
+    stages = {f"before: {name}": stage for name, stage in getattr(model.config, TRAINED_ON, {}).items()}
     if is_attached(model):
-        stages = stages | attachment(model).provenance
+        stages |= attachment(model).provenance
     read = {name: stage for name, stage in stages.items() if isinstance(stage, Mapping) and stage.get("text")}
     return {name: {key: stage[key] for key in ("text", "split") if key in stage} for name, stage in read.items()}
-
-
-def keep_trained_on(model: Any, stages: dict[str, Any]) -> None:
-    """Write into a model's own configuration what `trained_on` returned before the plan was taken off."""
-    setattr(model.config, _TRAINED_ON, stages)
 
 
 def plan_for(config: WideConfig, specs: Sequence[BlockSpec]) -> Plan:
