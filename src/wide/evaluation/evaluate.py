@@ -1,7 +1,7 @@
 """Evaluate a model in one call: perplexity and tasks, pruned beside dense, with the work that was skipped."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from numbers import Integral
@@ -74,7 +74,6 @@ def evaluate(
     """
     # Wrong names and counts must fail before the first long forward.
     require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
-    require(Callable | None, tokenizer, "tokenizer", "a tokenizer that is loaded")
     tasks = [tasks] if isinstance(tasks, str) else tasks or ()
     check_tasks(tasks, local_data)
     counts = {"window": window, "stride": stride, "batch_size": batch_size, "max_windows": max_windows, "limit": limit}
@@ -84,8 +83,8 @@ def evaluate(
             raise ConfigError(f"{name} must be at least 1, got {count}; leave it out for the default")
     if data is None and not tasks:
         data = PYTHON_DOCS
-    if tokenizer is None and not (isinstance(data, TokenBlocks) and not tasks):
-        tokenizer = load_tokenizer(model)
+    if tasks or not isinstance(data, TokenBlocks):
+        tokenizer = load_tokenizer(model, tokenizer)
     text: TokenBlocks | Sequence[Document | str] | None
     if isinstance(data, str | Path):
         reading: dict[str, Any] = {"text_field": text_field, "tokenizer": tokenizer}
