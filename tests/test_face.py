@@ -95,7 +95,8 @@ def test_arguments_of_another_type_are_refused_in_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [(0.5, 0.5), ([0.5], 0.5), ("wide", "wide"), (["a", "b"], "a,b"), ((), ""), (range(2), "0,1")]
+    ("given", "words"),
+    [(0.5, 0.5), ([0.5], 0.5), ("wide", "wide"), (["a", "b"], "a,b"), ((), ""), (range(2), "0,1"), ({0.5}, 0.5)],
 )
 def test_one_value_of_a_comparison_may_stand_alone(given, words):
     assert _listed(given) == words

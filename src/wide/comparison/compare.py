@@ -138,7 +138,7 @@ def compare(
 
 def _listed(values: Any) -> Any:
     # As the command line reads it: one number is a number, and stands alone.
-    values = values if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+    values = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
     return values[0] if len(values) == 1 else ",".join(map(str, values))
 
 
