@@ -77,6 +77,15 @@ def test_what_is_borrowed_costs_nothing():
     assert [layer.kv_heads for layer in found.layers] == [2, 2, 0, 0]
 
 
+def test_values_that_are_keys_cost_no_product_of_their_own():
+    widths = [
+        costs(discover(make_borrowing(num_kv_shared_layers=0, attention_k_eq_v=same)), Plan((DENSE,) * 4), 97)
+        for same in (False, True)
+    ]
+    apart, same = ([layer.key_value for layer in found.layers] for found in widths)
+    assert same == [apart[0], apart[1] / 2, apart[2], apart[3] / 2]
+
+
 @pytest.mark.parametrize("layer", range(4))
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_values_that_are_keys_are_cut_with_them(layer, kept):

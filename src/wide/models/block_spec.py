@@ -114,9 +114,7 @@ def require_own_keys(specs: Iterable[BlockSpec], what: str) -> None:
     """Raise UnsupportedModelError if a layer takes keys and values of an earlier one; `what` cannot be done then."""
     for spec in specs:
         if spec.attention.borrows:
-            raise UnsupportedModelError(
-                f"layer {spec.index} attends to the keys and values of an earlier layer, so {what}"
-            )
+            raise UnsupportedModelError(f"layer {spec.index} attends to keys and values of an earlier layer, so {what}")
 
 
 def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:
