@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from families import make
+from plans import skipped_plan
 
 from wide.cli.main import main
 from wide.config import WideConfig
 from wide.errors import AdapterError
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
+from wide.materialisation.materialise import materialise
 from wide.models import files
 from wide.models.adapter import save
-from wide.models.attach import attach
+from wide.models.attach import attach, attachment
 from wide.models.files import SUMS
 from wide.models.pretrained import load_pretrained
+from wide.models.thresholds import set_sparsity
 
 
 @pytest.fixture
@@ -84,15 +87,27 @@ def test_an_adapter_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["base", "full"])
-def test_the_weights_that_a_model_came_from_are_not_replaced(kind, checkpoint, tmp_path, monkeypatch):
-    make("llama").save_pretrained(tmp_path / "base")
+def test_the_weights_that_a_model_was_made_from_are_not_replaced(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = load_checkpoint("full") if kind == "full" else load_pretrained("base", device="cpu")
-    if kind == "base":
-        attach(model, WideConfig(ffn_group_size=16, router_rank=4))
+    make("llama").save_pretrained("base")
+    model = load_pretrained("base", device="cpu")
+    attach(model, WideConfig(ffn_group_size=16, router_rank=4) if kind == "base" else skipped_plan(model, {(1, "ffn")}))
+    if kind == "full":
+        save_checkpoint(model, "full")
+        model = materialise(load_checkpoint("full"))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for name in (kind, tmp_path / "full" / ".." / kind):
+    for name in (kind, tmp_path / "base" / ".." / kind):
         with pytest.raises(AdapterError, match=f"{kind} holds the weights that this model was loaded from; name ano"):
-            save_checkpoint(model, name)
+            model.save_pretrained(name)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    assert load_checkpoint(save_checkpoint(model, tmp_path / "new")) is not None
+    model.save_pretrained("new")
+    assert load_checkpoint("new") is not None
+
+
+def test_a_full_checkpoint_may_be_saved_again_in_its_place(checkpoint, tmp_path):
+    model = load_checkpoint(tmp_path / "full")
+    set_sparsity(model, threshold=0.25)
+    save_checkpoint(model, tmp_path / "full")
+    again = load_checkpoint(tmp_path / "full")
+    assert {router.threshold for router in attachment(again).routers()} == {0.25}
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())

@@ -47,6 +47,7 @@ from wide.models.pretrained import (
     misloaded,
     peft_adapters,
     require_in_memory,
+    stored_facts,
 )
 from wide.models.router import THRESHOLD_NAME, Router
 from wide.models.sharding import is_first_process, is_sharded, reshard, whole
@@ -91,15 +92,19 @@ class PrunedMixin(nn.Module):
     def save_pretrained(self, save_directory: str | PathLike[str], **options: Any) -> None:
         """Save as transformers does, with what says whether the files are whole.
 
-        Raises AdapterError if there is a file of that name or the model came from there, and ConfigError if a sharded
-        model is to be pushed at once.
+        Raises AdapterError if there is a file of that name, or what the model was made from, and ConfigError if a
+        sharded model is to be pushed at once.
         """
         save, upload = super().save_pretrained, super()._upload_modified_files  # type: ignore[misc]
         folder = Path(save_directory)
         if folder.is_file():
             raise AdapterError(f"{folder} is a file; name a folder for the checkpoint")
-        origin = cast(Any, self.config)._name_or_path
-        if origin and folder.exists() and folder.resolve() == Path(origin).resolve():
+        config = cast(Any, self.config)
+        is_origin = (
+            config._name_or_path and folder.exists() and folder.resolve() == Path(config._name_or_path).resolve()
+        )
+        # A checkpoint of its own kind may be replaced, as with transformers.
+        if is_origin and stored_facts(str(folder)).get("model_type") != config.model_type:
             raise AdapterError(f"{folder} holds the weights that this model was loaded from; name another folder")
 
         def finish_and_upload(place: str, name: str, *args: Any, **more: Any) -> Any:

@@ -233,24 +233,24 @@ def forbid_packing(model: nn.Module) -> None:
 
 def is_pruned_checkpoint(name: str) -> bool:
     """Return whether a name or folder is a full pruned checkpoint; False too where nothing can be read."""
-    return str(_stored_facts(name).get("model_type", "")).startswith(PRUNED_PREFIX)
+    return str(stored_facts(name).get("model_type", "")).startswith(PRUNED_PREFIX)
 
 
 def is_quantised_checkpoint(name: str) -> bool:
     """Return whether a name or folder holds quantised weights; False too where nothing can be read."""
-    return _stored_facts(name).get("quantization_config") is not None
+    return stored_facts(name).get("quantization_config") is not None
 
 
-def _stored_facts(name: str) -> dict[str, Any]:
+def stored_facts(name: str) -> dict[str, Any]:
+    """Return the stored configuration of a name or folder; empty where none can be read."""
     from transformers import PreTrainedConfig
 
     if is_gguf(name) or missing_folder(name) is not None:
         return {}
     try:
-        facts, _ = PreTrainedConfig.get_config_dict(name)
+        return dict(PreTrainedConfig.get_config_dict(name)[0])
     except (OSError, ValueError):
         return {}
-    return dict(facts)
 
 
 def load_skeleton(name: str) -> Any:
