@@ -306,7 +306,7 @@ def choose_device(device: str | None) -> torch.device:
     if where.type not in ("cpu", "cuda"):
         raise ConfigError(f"models do not run on {device!r} here; {known}")
     if where.type == "cuda" and (where.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"device {device!r} was asked for, but PyTorch sees {count} GPUs here; {known}")
+        raise ConfigError(f"device {device!r} is absent: PyTorch sees {count} GPUs; use {'cuda:0' if count else 'cpu'}")
     return where
 
 
