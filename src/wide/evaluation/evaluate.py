@@ -152,7 +152,7 @@ def scored_split(source: str | Path, provenance: Mapping[str, Any], **reading: A
             elif is_alike:
                 continue
             else:
-                reason = f"{text}, which shares text with {part} and does not hold out the same of it"
+                reason = f"{text}, which seems to share text with {part} and does not hold out the same of it"
             warnings.warn(f"this model was trained on {reason}; {way}", stacklevel=3)
             return all_of_it
     return split
