@@ -16,6 +16,7 @@ from wide.config import WideConfig
 from wide.data.local_names import is_gguf, missing_folder
 from wide.errors import UsageError
 from wide.grouping import divisors
+from wide.models.hub import find_adapter
 from wide.runs.process import say
 from wide.runs.settings import build
 from wide.writing import write_whole
@@ -53,8 +54,6 @@ def run(given: Sequence[str]) -> None:
             f"got {given_both}"
         )
     if options.adapter is not None:
-        from wide.models.hub import find_adapter
-
         say(describe_adapter(find_adapter(options.adapter)))
     elif options.model is not None:
         say(_known_or_described(options.model))

@@ -8,7 +8,7 @@ from pathlib import Path
 from wide.cli.arguments import Arguments
 from wide.cli.measuring import noted, require_gpu
 from wide.errors import DataError, EvaluationError, UsageError
-from wide.models.hub import ADAPTER
+from wide.models.hub import ADAPTER, find_adapter
 from wide.profiling.options import ProfileOptions
 from wide.records import CELLS
 from wide.runs.process import say
@@ -39,8 +39,6 @@ def run(given: Sequence[str]) -> None:
         _time_cells(options, cells, given)
         return
     if options.adapter is not None:
-        from wide.models.hub import find_adapter
-
         options = replace(options, adapter=str(find_adapter(options.adapter)))
     if not _profile(options, Path(str(options.output)), given):
         raise EvaluationError("what was to be timed does not compute what the model computes; see the gate above")

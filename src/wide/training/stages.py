@@ -228,7 +228,6 @@ def _run(
     earlier = provenance.get("prune", {}) if name == "recover" else {}
     seed, read, content = None, 0, None
     if isinstance(source, TokenBlocks):
-        # Of hundreds of millions of tokens it takes seconds, and only checkpoints need it.
         seed, content = source.seed, None if options.output is None else source.content_hash()
     if earlier.get("data") == data:
         # On the same blocks, those that stage 1 read are left out: the first ones of its order, so that is kept.
