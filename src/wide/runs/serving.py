@@ -158,8 +158,8 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
     ignored = {name: value for name, value in own.items() if value not in (None, 1.0, "", [])}
     if options.continuous_batching and ignored:
         raise ConfigError(
-            f"continuous batching ignores {ignored} of the model's own configuration, which shall decide; leave "
-            "--continuous_batching out, or take it out of the model's generation_config.json"
+            f"continuous batching ignores {ignored}, which the model's own configuration asks for; leave "
+            "--continuous_batching out, or remove that from the model's generation_config.json"
         )
     keys = ("max_batch_tokens", "num_blocks", "block_size", "max_memory_percent", "use_cuda_graph")
     paged = {key: getattr(options, f"cb_{key}") for key in keys if getattr(options, f"cb_{key}") is not None}
