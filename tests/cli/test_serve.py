@@ -557,7 +557,7 @@ def test_continuous_batching_refuses_what_it_would_ignore(base):
         assert "continuous batching samples all requests alike" in completed(client, seed=seed)
     for own in ({"repetition_penalty": 1.05}, {"stop_strings": ["\n"]}):
         base[0].generation_config = GenerationConfig(**own)
-        with pytest.raises(ConfigError, match=f"ignores .*{next(iter(own))}.* of the model's own configuration"):
+        with pytest.raises(ConfigError, match=f"ignores .*{next(iter(own))}.*, which the model's own configuration"):
             in_process(*base, continuous_batching=True)
 
 
