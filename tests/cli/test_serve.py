@@ -24,7 +24,6 @@ import wide
 from wide.cli.main import main
 from wide.data.batches import TokenBatch
 from wide.data.tokenizer import load_tokenizer
-from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.models.thresholds import calibrate_thresholds
 from wide.runs.text import own_settings
@@ -547,7 +546,7 @@ def test_sampling_is_what_is_asked_whatever_the_base_says(base):
         )
 
 
-def test_continuous_batching_refuses_what_it_would_ignore(base):
+def test_continuous_batching_refuses_or_tells_what_it_would_ignore(base):
     client, _ = in_process(*base, continuous_batching=True)
     for asked in ({"temperature": 1.0}, {"stop": "a"}, {"top_p": 0.5}, {"generation_config": '{"top_k": 3}'}):
         assert "continuous batching samples all requests alike" in completed(client, **asked)
@@ -557,7 +556,7 @@ def test_continuous_batching_refuses_what_it_would_ignore(base):
         assert "continuous batching samples all requests alike" in completed(client, seed=seed)
     for own in ({"repetition_penalty": 1.05}, {"stop_strings": ["\n"]}):
         base[0].generation_config = GenerationConfig(**own)
-        with pytest.raises(ConfigError, match=f"ignores .*{next(iter(own))}.*, which the model's own configuration"):
+        with pytest.warns(UserWarning, match=f"ignores .*{next(iter(own))}.*, which the model's own configuration"):
             in_process(*base, continuous_batching=True)
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import uuid
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -153,13 +154,14 @@ class _OneModel:
 
 
 def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastAPI:
-    """Return what answers requests, for any ASGI server; ConfigError if continuous batching would ignore a setting."""
+    """Return what answers requests, for any ASGI server; it warns of settings that continuous batching ignores."""
     own = {name: getattr(one.base, name) for name in ("repetition_penalty", "stop_strings")}
     ignored = {name: value for name, value in own.items() if value not in (None, 1.0, "", [])}
     if options.continuous_batching and ignored:
-        raise ConfigError(
+        warnings.warn(
             f"continuous batching ignores {ignored}, which the model's own configuration asks for; leave "
-            "--continuous_batching out, or remove that from the model's generation_config.json"
+            "--continuous_batching out if that shall count",
+            stacklevel=2,
         )
     keys = ("max_batch_tokens", "num_blocks", "block_size", "max_memory_percent", "use_cuda_graph")
     paged = {key: getattr(options, f"cb_{key}") for key in keys if getattr(options, f"cb_{key}") is not None}
