@@ -10,10 +10,10 @@ import pytest
 import torch
 from families import make, tokens
 from materialise_plans import width_plan
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import wide
-from wide.errors import AdapterError, UnsupportedModelError
+from wide.errors import AdapterError
 from wide.materialisation.checkpoint import WideMixin, generated_classes
 from wide.materialisation.materialise import materialise
 from wide.models.attach import attachment
@@ -83,14 +83,6 @@ def test_another_process_loads_and_unpickles_and_the_stock_server_loads_where_wi
     assert template
     assert torch.equal(torch.tensor(last), logits[0, -1])
     assert unpickled == [[kind.__name__, 48, {"a": 1}] for kind in kinds]
-
-
-def test_a_model_without_its_head_is_refused_in_words(checkpoint):
-    words = "wide_llama is a pruned causal language model; open it with AutoModelForCausalLM"
-    with pytest.raises(UnsupportedModelError, match=words):
-        AutoModel.from_pretrained(checkpoint[0])
-    with pytest.raises(UnsupportedModelError, match=words):
-        AutoModel.from_config(AutoConfig.from_pretrained(checkpoint[0]))
 
 
 def test_a_configuration_alone_gives_a_model_of_new_weights(checkpoint):

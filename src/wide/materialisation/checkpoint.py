@@ -242,20 +242,6 @@ def register(model_type: str) -> bool:
     return False
 
 
-class WithoutHead:
-    """What `AutoModel` finds for a full checkpoint, in the place of an error that lists hundreds of classes."""
-
-    config_class: ClassVar[Any]
-
-    @classmethod
-    def from_pretrained(cls, *_args: Any, **_options: Any) -> Any:
-        """Raise UnsupportedModelError: what wide prunes is a causal language model."""
-        kind = cls.config_class.model_type
-        raise UnsupportedModelError(f"{kind} is a pruned causal language model; open it with AutoModelForCausalLM")
-
-    _from_config = from_pretrained
-
-
 @functools.cache
 def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any], type[Any]]:
     """Return the (configuration, model) classes of a family for a kind of checkpoint, registering them at first.
@@ -263,7 +249,7 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     Raises UnsupportedModelError if transformers has no causal LM of that type.
     """
     import transformers
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if family not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers knows no model type {family!r}")
@@ -300,7 +286,6 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     setattr(type(transformers), model_class.__name__, model_class)
     AutoConfig.register(mixin.wide_type_prefix + family, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
-    AutoModel.register(config_class, type("WithoutHead", (WithoutHead,), {"config_class": config_class}))
     return config_class, model_class
 
 
