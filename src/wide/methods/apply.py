@@ -15,7 +15,7 @@ from wide.methods.catalogue import Method
 from wide.methods.method import Decision, Target, dense_plan
 from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.cost import SkipCounter, Sparsity, static_sparsity
+from wide.models.cost import SkipCounter, static_sparsity
 from wide.models.discovery import discover
 from wide.models.observe import forward_without_head, judging, model_device, now, own_randomness
 from wide.models.sharding import require_unsharded
@@ -140,8 +140,24 @@ def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Targe
 
 
 def shares_of(model: nn.Module, blocks: TokenBlocks) -> dict[str, float]:
-    """Return what the attached model leaves out now, as a report has it, measured on calibration text where it is."""
-    found = _measure(model, blocks)
+    """Return what the attached model leaves out now, as a report has it.
+
+    Where that depends on tokens, it is measured on calibration text from all over.
+    """
+    if attachment(model).plan.is_routed:
+        counter = SkipCounter(model)
+        batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
+        with judging(model), counter.watching():
+            # Neighbouring blocks may be of one document.
+            count = min(len(blocks), max(1, _MEASURED_TOKENS // blocks.sequence_length))
+            places = range(0, count * (len(blocks) // count), len(blocks) // count)
+            for begin in range(0, count, batch_size):
+                moved = blocks.batch(places[begin : begin + batch_size]).to(model_device(model))
+                forward_without_head(model, moved.input_ids)
+                counter.add_latest(moved.valid)
+        found = counter.result()
+    else:
+        found = static_sparsity(model)
     return {
         "nominal": found.mean,
         "attention": found.attention,
@@ -150,23 +166,6 @@ def shares_of(model: nn.Module, blocks: TokenBlocks) -> dict[str, float]:
         "parameters_removed": found.parameters_removed,
         "kv_cache_kept": found.kv_cache_kept,
     }
-
-
-def _measure(model: nn.Module, blocks: TokenBlocks) -> Sparsity:
-    """Return what the attached model leaves out, on calibration text from all over where that depends on tokens."""
-    if not attachment(model).plan.is_routed:
-        return static_sparsity(model)
-    counter = SkipCounter(model)
-    batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
-    with judging(model), counter.watching():
-        # Neighbouring blocks may be of one document.
-        count = min(len(blocks), max(1, _MEASURED_TOKENS // blocks.sequence_length))
-        places = range(0, count * (len(blocks) // count), len(blocks) // count)
-        for begin in range(0, count, batch_size):
-            moved = blocks.batch(places[begin : begin + batch_size]).to(model_device(model))
-            forward_without_head(model, moved.input_ids)
-            counter.add_latest(moved.valid)
-    return counter.result()
 
 
 def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:

@@ -77,8 +77,7 @@ def prune(
         tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
 
     Raises:
-        ConfigError: If settings contradict, `output` holds checkpoints and `resume` is not
-            given, or the plan has no router.
+        ConfigError: If settings contradict, no router is planned, or `output` has checkpoints and `resume` is not given.
         NotAttachedError: If the model is optimised.
         MissingExtraError: If the tracker is not installed.
         DataError: If the text is too short or does not fit the model's vocabulary.
