@@ -77,7 +77,7 @@ def prune(
         tracker: Service that keeps the curves, too ('wandb' or 'trackio'); None = none.
 
     Raises:
-        ConfigError: If settings contradict, no router is planned, or `output` has checkpoints and `resume` is not given.
+        ConfigError: If settings contradict, no router is planned, or `output` has checkpoints without `resume`.
         NotAttachedError: If the model is optimised.
         MissingExtraError: If the tracker is not installed.
         DataError: If the text is too short or does not fit the model's vocabulary.
