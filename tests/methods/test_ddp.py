@@ -23,6 +23,8 @@ from wide.methods.method import Target
 from wide.models.attach import attach, is_attached
 from wide.models.cost import static_sparsity
 from wide.models.discovery import discover
+from wide.models.gates import StaticGate
+from wide.training import modes
 from wide.training.token_loss import token_losses
 
 SHORT = {"batch_size": 4, "micro_batch_size": 2, "sequence_length": None}
@@ -159,6 +161,21 @@ def test_micro_batches_recomputation_and_compilation_change_nothing_but_rounding
     for other in others:
         for name, value in whole.items():
             torch.testing.assert_close(other[name], value, atol=1e-3, rtol=0)
+
+
+def test_gates_learn_before_layers_are_compiled(monkeypatch):
+    seen, run = [], modes.layers_run
+
+    def noted(model, **how):
+        # Where gradients lie in the memory of CUDA graphs, those of parameters that learn by now are copied.
+        seen.append([module.scale.requires_grad for module in model.modules() if isinstance(module, StaticGate)])
+        return run(model, **how)
+
+    monkeypatch.setattr(modes, "layers_run", noted)
+    decide(dense_model(), blocks(), Target(sparsity=0.25), quick(steps=1))
+    assert len(seen) == 1
+    assert all(seen[0])
+    assert len(seen[0]) == 4
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3", "phi3", "olmo2", "cohere2"])

@@ -159,10 +159,8 @@ class _Course:
 
     def train(self) -> dict[str, Any]:
         settings = self._settings
-        recompute, fuse = settings.gradient_checkpointing, settings.compile
-        with training_mode(self._model, routers=False, gradient_checkpointing=recompute, compile=fuse):
-            for scale in self._scales:
-                scale.requires_grad_(True)
+        how = {"gradient_checkpointing": settings.gradient_checkpointing, "compile": settings.compile}
+        with training_mode(self._model, routers=False, others=self._scales, **how):
             for step in progress(range(settings.steps), title="ddp: gates", unit="step"):
                 if step % _RECOUNT_EVERY == 0:
                     self._recount()

@@ -4,7 +4,7 @@ Also a rehearsal of what runs until it reads text.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -39,16 +39,16 @@ def trainable_parameters(model: nn.Module, *, routers: bool) -> dict[str, nn.Par
 
 @contextmanager
 def training_mode(
-    model: nn.Module, *, routers: bool, gradient_checkpointing: bool, compile: bool = False
+    model: nn.Module, *, routers: bool, gradient_checkpointing: bool, compile: bool = False, others: Sequence[Any] = ()
 ) -> Iterator[None]:
-    """Freeze all but routers and LoRA, and put only these into training mode; everything is put back afterwards.
+    """Freeze all but routers, LoRA and `others`, and put only these into training mode; all is put back afterwards.
 
     The base stays in evaluation mode, so that dropout it may have is off: it is frozen and has nothing to regularise.
     Without `routers` they decide as at inference. Layers are recomputed in the backward, and compiled, where asked for.
     """
     flags = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    chosen = {id(parameter) for parameter in trainable_parameters(model, routers=routers).values()}
+    chosen = {id(parameter) for parameter in (*trainable_parameters(model, routers=routers).values(), *others)}
     model.eval()
     # PEFT would make a float32 copy of every input, which the product turns back at once.
     is_half = not isinstance(forward_precision(model), nullcontext)
