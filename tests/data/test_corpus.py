@@ -90,6 +90,14 @@ def test_a_folder_and_a_glob_stand_for_their_files_in_order(tmp_path):
     assert texts(str(tmp_path), max_documents=1) == ["a.md"]
 
 
+def test_hidden_files_of_a_folder_are_not_read_as_those_of_a_pattern_are_not(tmp_path):
+    here = tmp_path / ".here"
+    for name in ("a.md", ".b.md", ".ipynb_checkpoints/a-checkpoint.md", "deeper/.c/c.md", "deeper/d..md"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(name)
+    assert texts(here) == texts(f"{here}/**/*.md") == ["a.md", "deeper/d..md"]
+
+
 def test_zstd_files_of_several_frames_are_read_whole(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(json_lines(ROWS[:1])) + zstandard.compress(json_lines(ROWS[3:])))

@@ -86,14 +86,16 @@ def split_documents(documents: Iterable[Document], split: str) -> Iterator[Docum
 def find_files(source: str | Path) -> list[Path]:
     """Return the files that a path, folder or glob pattern stands for, ordered by name.
 
-    A folder stands for all files of a readable type below it. Raises DataError if nothing is there, or no file has a
-    type that can be read.
+    A folder stands for all files of a readable type below it, but for hidden ones. Raises DataError if nothing is there,
+    or no file has a type that can be read.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and file_type(p) in TEXT_TYPES)
+        # Editors and notebooks keep copies in hidden places, which would be trained on and held out at once.
+        files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path).as_posix()}"]
+        found = sorted(p for p in files if file_type(p) in TEXT_TYPES)
         if not found:
-            seen = sorted({p.suffix or "(none)" for p in path.rglob("*") if p.is_file()})[:9]
+            seen = sorted({p.suffix or "(none)" for p in files})[:9]
             raise DataError(
                 f"the folder {path} holds no file of a type that can be read ({', '.join(TEXT_TYPES)}) and is no data "
                 f"set that save_to_disk wrote; types seen: {', '.join(seen) or 'none, it is empty'}"
