@@ -129,6 +129,7 @@ def test_a_truncated_file_is_refused_not_cut_short(tmp_path, packer):
         ("a.jsonl.zst", b"no zstd", "truncated or damaged"),
         ("a.jsonl.gz", b"no gzip", "truncated or damaged"),
         ("a.csv", b'text\n"a', "cannot be read as CSV"),
+        ("a.csv", b"text\nquoted not,\nhello, world\n", r"row 2 has more cells than the header; put texts in quotes"),
         ("a.csv", b"body,n\nx,1\n", r"row 1 has no field 'text'; fields seen: \['body', 'n'\]"),
     ],
 )

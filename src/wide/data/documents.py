@@ -237,7 +237,10 @@ def _table_rows(path: Path, delimiter: str) -> Iterator[object]:
     with _opened(path) as file:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
         try:
-            yield from csv.DictReader(lines, delimiter=delimiter, strict=True)
+            for number, row in enumerate(csv.DictReader(lines, delimiter=delimiter, strict=True), start=1):
+                if any(row.get(None, ())):  # type: ignore[call-overload]
+                    raise csv.Error(f"row {number} has more cells than the header; put texts in quotes")
+                yield row
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read as {file_type(path)[1:].upper()} in UTF-8: {error}") from error
 
