@@ -99,13 +99,17 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None", where: str) -> str:
     """Return a chat as the text that the tokenizer's template makes of it, without the BOS and EOS of a document.
 
-    Raises DataError if the tokenizer has no template, or the template refuses the chat.
+    Raises DataError if the tokenizer has no template, the template refuses the chat, or a message has no role or content.
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise DataError(
             f"{where} is a chat, and the model's tokenizer has no chat template; take a model made for chat, or choose "
             "a field of text with --text_field (in Python, text_field=)"
         )
+    # Many templates write nothing where a field is missing.
+    wrong = [m for m in messages if not ("role" in m and m.keys() & {"content", "tool_calls"})]
+    if wrong:
+        raise DataError(f"{where}: a message has the fields {sorted(wrong[0])}; 'role' and 'content' were wanted")
     try:
         text = str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
     # Templates raise errors of their own language.
