@@ -80,7 +80,8 @@ def test_the_report_is_json_and_a_table_with_both_columns(attached_model, tmp_pa
     assert saved["sparsity"]["layers"][0][0] == report.sparsity.layers[0][0]
     dense, pruned = report.dense.tasks.average, report.model.tasks.average
     assert report.retention == (pruned / dense if dense else None)
-    table = report.table()
+    table, text = report.table(), report.model.perplexity
+    assert f"{text.perplexity:.3f} ± {text.perplexity * text.stderr:.3f}" in table
     assert all(words in table for words in ("pruned", "dense", "piqa (1-item subset), acc_norm", "window 64", "FFN"))
 
 

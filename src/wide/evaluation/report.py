@@ -99,7 +99,9 @@ def _json(found: Any) -> Any:
 def _figures(scores: Scores, data: str | None) -> dict[str, str]:
     found = {}
     if (text := scores.perplexity) is not None:
-        found[f"token perplexity, {data} (window {text.window}, stride {text.stride})"] = f"{text.perplexity:.3f}"
+        error = None if text.stderr is None else text.stderr * text.perplexity
+        name = f"token perplexity, {data} (window {text.window}, stride {text.stride})"
+        found[name] = _score("token_perplexity", text.perplexity, error)
     if (tasks := scores.tasks) is None:
         return found
     for task in tasks.tasks:
