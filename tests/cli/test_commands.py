@@ -338,6 +338,15 @@ def test_a_text_that_is_trained_on_and_scored_has_a_part_held_out(tiny_model_fol
         assert part.held_out[1] == f"{data}/00.txt"
 
 
+def test_a_text_of_the_same_name_elsewhere_is_scored(tiny_model_folder, prose_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("00.txt").write_text("another text " * 200)
+    run = RunOptions(model=str(tiny_model_folder), data=f"{prose_folder}/00.txt", output="unused", device="cpu")
+    texts = Materials(run, EvalOptions(data="00.txt", window=32), max_tokens=0)
+    assert texts.held_out[1] == "00.txt"
+    assert texts.held_out[0][0].text.startswith("another text")
+
+
 def test_recover_holds_out_what_stage_1_was_trained_on(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("another text " * 200)
     given = ["--model", str(tiny_model_folder), "--data", str(tmp_path / "other.txt"), "--adapter", str(finished)]

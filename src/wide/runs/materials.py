@@ -46,7 +46,9 @@ class Materials:
         distils: bool = False,
     ) -> None:
         self._run = run
-        if scoring.data is not None and is_same_source(scoring.data, run.data):
+        # Whole, because the end of a path may be that of another file.
+        data = scoring.data and str(Path(scoring.data).expanduser().absolute())
+        if data is not None and (scoring.data == run.data or is_same_source(data, run.data)):
             # What is scored is held out of the training then.
             scoring = replace(scoring, data=None)
         self._scoring = scoring
