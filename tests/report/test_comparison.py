@@ -158,6 +158,30 @@ def test_deviations_are_footnotes_of_their_row():
     assert quality_table(found).rows[1][0] == "slicegpt [1]"
 
 
+def test_a_deviation_of_some_seeds_names_them():
+    at = [
+        measured(Cell("slicegpt", 0.25, seed), 20.0, deviations="all" if seed == 17 else "all\nsome")
+        for seed in (17, 18)
+    ]
+    other = [measured(Cell("slicegpt", 0.5, seed), 20.0, deviations="all\nhalf") for seed in (17, 18)]
+    # What failed holds nowhere.
+    failed = Record(subject=Cell("slicegpt", 0.5, 19).subject(recovered=False), metric="status", value="OSError: disk")
+    notes = footnotes(comparison(grid(recovers=False), *at, *other, [failed]))
+    assert notes[:2] == ["[1] slicegpt: all", "[1] slicegpt: some (at 25 % with seed 18)"]
+    assert notes[2] == "[1] slicegpt: half (at 50 %)"
+
+
+def test_a_mean_of_fewer_seeds_than_were_asked_for_says_so():
+    cells = [Cell("slicegpt", 0.25, seed) for seed in (1, 2, 3)]
+    failed = [Record(subject=cells[2].subject(recovered=False), metric="status", value="OSError: disk")]
+    first = measured(cells[0], 18.0, accuracy__average=0.5, sparsity__mean=0.25)
+    found = comparison(
+        grid(recovers=False, sparsities=(0.25,)), first, measured(cells[1], 22.0, sparsity__mean=0.25), failed
+    )
+    assert quality_table(found).rows[1][1:] == ("20.00 ± 2.83 (2 of 3 seeds)", "50.0 (1 of 3 seeds)")
+    assert "25.0 ± 0.0 (2 of 3 seeds)" in facts_table(found).rows[1]
+
+
 def test_facts_have_a_line_for_each_target_and_dense_only_one():
     found = comparison(
         grid(recovers=False),

@@ -133,20 +133,21 @@ class Comparison:
     def deviations(self, row: Row) -> list[str]:
         """Return where a row differs from the method's original, each sentence once.
 
-        What holds at some of the measured sparsities only says at which.
+        What holds at some of the measured sparsities or seeds only says at which.
         """
-        measured = {sparsity: stages for (its_row, sparsity), stages in self._stages.items() if its_row == row}
-        where: dict[str, set[float]] = {}
-        for sparsity, stages in measured.items():
-            for line in "\n".join(self.run.text(stage, "deviations") for stage in stages).split("\n"):
-                where.setdefault(line, set()).add(sparsity)
-        where.pop("", None)
-        return [
-            line
-            if len(found) == len(measured)
-            else f"{line} (at {', '.join(f'{100 * s:.4g} %' for s in sorted(found))})"
-            for line, found in where.items()
-        ]
+        stages = [stage for its_row, s in self._stages if its_row == row for stage in self.finished(row, s)]
+        lines = {stage: self.run.text(stage, "deviations").split("\n") for stage in stages}
+        told = []
+        for line in filter(None, dict.fromkeys(chain.from_iterable(lines.values()))):
+            found = grouped([stage.cell for stage in stages if line in lines[stage]], lambda cell: cell.sparsity)
+            places = []
+            for sparsity, cells in found.items():
+                seeds = "/".join(str(cell.seed) for cell in cells)
+                is_all = len(cells) == len(self.finished(row, sparsity))
+                places.append(f"{100 * sparsity:.4g} %{'' if is_all else f' with seed {seeds}'}")
+            is_all = sum(map(len, found.values())) == len(stages)
+            told.append(line if is_all else f"{line} (at {', '.join(places)})")
+        return told
 
     def finished(self, row: Row, sparsity: float) -> list[Stage]:
         """Return the stages of a row that have been measured, one for each seed."""

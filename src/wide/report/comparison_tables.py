@@ -164,10 +164,13 @@ def _measured(comparison: Comparison, columns: Sequence[Column]) -> list[Column]
 
 
 def _cell(comparison: Comparison, row: Row, sparsity: float, column: Column) -> str:
-    value = comparison.value(row, sparsity, column.metric)
-    if value is not None:
-        return column.show(value.mean, value.error)
-    return "failed" if column is QUALITY[0] and comparison.failures(row, sparsity) else "-"
+    value, failed = comparison.value(row, sparsity, column.metric), comparison.failures(row, sparsity)
+    if value is None:
+        return "failed" if column is QUALITY[0] and failed else "-"
+    seeds = len(comparison.seeds(row, sparsity)) + len(failed)
+    # Beside means of all seeds this one is of others.
+    of = "" if value.seeds == seeds else f" ({value.seeds} of {seeds} seeds)"
+    return f"{column.show(value.mean, value.error)}{of}"
 
 
 def _numbers(comparison: Comparison) -> dict[Row, int]:
