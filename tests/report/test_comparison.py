@@ -182,6 +182,13 @@ def test_a_mean_of_fewer_seeds_than_were_asked_for_says_so():
     assert "25.0 ± 0.0 (2 of 3 seeds)" in facts_table(found).rows[1]
 
 
+@pytest.mark.parametrize(("tokens", "shown"), [(999_600, "1 M"), (999.6, "1 k"), (12_345, "12.3 k"), (0, "0")])
+def test_amounts_are_rounded_before_their_unit_is_chosen(tokens, shown):
+    rest = measured(Cell("tyr", 0.25, 17), 20.0, method__tokens_forward=1)
+    found = comparison(grid(recovers=False), measured(SLICE, 20.0, method__tokens_forward=tokens), rest)
+    assert facts_table(found).rows[1][-1] == shown
+
+
 def test_facts_have_a_line_for_each_target_and_dense_only_one():
     found = comparison(
         grid(recovers=False),

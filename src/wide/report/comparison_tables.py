@@ -23,6 +23,7 @@ def _ratio(value: float, error: float | None) -> str:
 
 
 def _amount(value: float, _error: float | None) -> str:
+    value = float(f"{value:.3g}")
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {letter}"
