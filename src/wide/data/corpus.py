@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,10 @@ from wide.data.documents import (
     TEXT_TYPES,
     Document,
     documents_of_rows,
+    file_rows,
     file_type,
     find_files,
     is_held_out,
-    read_file,
     split_documents,
 )
 from wide.data.local_names import is_path, unreachable
@@ -205,13 +206,13 @@ def _documents(
     if source == PYTHON_DOCS:
         return split_documents(python_docs(), split or "train")
     folder = Path(source).expanduser()
+    read = partial(documents_of_rows, text_field=text_field, tokenizer=tokenizer)
     if _is_local(source) and not _is_saved(folder):
-        files = find_files(source)
-        found = (document for path in files for document in read_file(path, text_field, tokenizer))
+        found = (d for p in find_files(source) for d in read(file_rows(p, text_field), p.name, where=str(p)))
         return found if split is None else split_documents(found, split)
     rows, by_name = _rows(source, split)
     name = folder.name if _is_saved(folder) else str(source)
-    documents = documents_of_rows(rows, name, where=str(source), text_field=text_field, tokenizer=tokenizer)
+    documents = read(rows, name, where=str(source))
     return split_documents(documents, split) if by_name and split is not None else documents
 
 

@@ -86,7 +86,7 @@ def split_documents(documents: Iterable[Document], split: str) -> Iterator[Docum
 def find_files(source: str | Path) -> list[Path]:
     """Return the files that a path, folder or glob pattern stands for, ordered by name.
 
-    A folder stands for all files of a readable type below it, but for hidden ones. Raises DataError if nothing is there,
+    A folder stands for all files of a readable type below it that are not hidden. Raises DataError if nothing is there,
     or no file has a type that can be read.
     """
     path = Path(source).expanduser()
@@ -120,17 +120,6 @@ def file_type(path: Path) -> str:
     """Return the suffix that names the content, compression taken off, in lower case."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in _COMPRESSIONS else suffix
-
-
-def read_file(path: Path, text_field: str, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[Document]:
-    """Yield the documents of one file, without blank ones; see `documents_of_rows`.
-
-    Text and Markdown files are one document each, of the others each row is. Raises DataError if the file is damaged,
-    not UTF-8, or has no such field.
-    """
-    return documents_of_rows(
-        _rows(path, text_field), path.name, where=str(path), text_field=text_field, tokenizer=tokenizer
-    )
 
 
 def documents_of_rows(
@@ -190,8 +179,11 @@ def _row_text(row: object, text_field: str, where: str, tokenizer: "PreTrainedTo
     return value
 
 
-def _rows(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
-    """Yield the numbered rows of a file; a text is row 0."""
+def file_rows(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
+    """Yield the numbered rows of a file, for `documents_of_rows`; a text or a Markdown file is row 0.
+
+    Raises DataError if the file is damaged or not UTF-8.
+    """
     kind = file_type(path)
     if kind == ".jsonl":
         yield from read_json_lines(path)

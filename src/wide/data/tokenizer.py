@@ -99,7 +99,7 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None", where: str) -> str:
     """Return a chat as the text that the tokenizer's template makes of it, without the BOS and EOS of a document.
 
-    Raises DataError if the tokenizer has no template, the template refuses the chat, or a message has no role or content.
+    Raises DataError if a message has no role or content, the tokenizer no template, or the template refuses the chat.
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise DataError(
