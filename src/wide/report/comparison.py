@@ -63,8 +63,8 @@ class Comparison:
     """The records of one comparison: those of all cells, and under the subject 'run' the grid that was asked for.
 
     `speeds` say how fast what a cell left is, calibrated only, at each size, as `Profile.forwards` says it.
-    `sparsities` are the targets, ascending, `rows` all rows that were asked for, the dense ones first. Raises DataError
-    if the records are not of a comparison.
+    `sparsities` are the targets, ascending, `methods` the names of all but the dense one, `rows` all rows that were
+    asked for, the dense ones first. Raises DataError if the records are not of a comparison.
     """
 
     def __init__(self, run: Selection, speeds: Sequence[tuple[Cell, Point]] = (), notes: Sequence[str] = ()) -> None:
@@ -80,14 +80,10 @@ class Comparison:
             )
         self.sparsities = sorted(map(float, sparsities))
         kinds = (False, True) if run.number("run", "grid.recovers") else (False,)
+        self.methods = list(dict.fromkeys(methods))
         self.rows = [Row(method, recovered) for method in (DENSE, *methods) for recovered in kinds]
         stages = sorted({record.subject for record in run.records if isinstance(record.subject, Stage)})
         self._stages = grouped(stages, lambda each: (Row(each.cell.method, each.recovered), each.cell.sparsity))
-
-    @property
-    def methods(self) -> list[str]:
-        """Names of the methods, the dense model's left out."""
-        return list(dict.fromkeys(row.method for row in self.rows if not row.is_dense))
 
     def points(self) -> Iterator[tuple[Row, float]]:
         """Yield each row and sparsity: the dense rows once, at 0, then the others sparsity by sparsity."""
@@ -135,17 +131,16 @@ class Comparison:
 
         What holds at some of the measured sparsities or seeds only says at which.
         """
-        stages = [stage for its_row, s in self._stages if its_row == row for stage in self.finished(row, s)]
-        lines = {stage: self.run.text(stage, "deviations").split("\n") for stage in stages}
+        measured = {s: self.finished(row, s) for its_row, s in self._stages if its_row == row}
+        lines = {stage: self.run.text(stage, "deviations").split("\n") for stage in chain(*measured.values())}
         told = []
-        for line in filter(None, dict.fromkeys(chain.from_iterable(lines.values()))):
-            found = grouped([stage.cell for stage in stages if line in lines[stage]], lambda cell: cell.sparsity)
+        for line in filter(None, dict.fromkeys(chain(*lines.values()))):
             places = []
-            for sparsity, cells in found.items():
-                seeds = "/".join(str(cell.seed) for cell in cells)
-                is_all = len(cells) == len(self.finished(row, sparsity))
-                places.append(f"{100 * sparsity:.4g} %{'' if is_all else f' with seed {seeds}'}")
-            is_all = sum(map(len, found.values())) == len(stages)
+            for sparsity, stages in measured.items():
+                seeds = [str(stage.cell.seed) for stage in stages if line in lines[stage]]
+                of = "" if len(seeds) == len(stages) else f" with seed {'/'.join(seeds)}"
+                places += [f"{100 * sparsity:.4g} %{of}"] if seeds else []
+            is_all = all(line in found for found in lines.values())
             told.append(line if is_all else f"{line} (at {', '.join(places)})")
         return told
 

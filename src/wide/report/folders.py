@@ -49,8 +49,7 @@ def run_table(folder: Folder) -> Table:
     """Return quality and measured speed of each trained model of a run."""
 
     def speeds(subject: str) -> Row:
-        found = {what: _speeds(folder, subject, what) for what in ("prefill", "decode")}
-        return {what: _span(each) if each else None for what, each in found.items()}
+        return {what: _span(each) if each else None for what, each in _speeds(folder, subject).items()}
 
     return summary_table(folder.records or Selection([]), speeds)
 
@@ -80,20 +79,20 @@ def _write(title: str, parts: list[Section], output: Path) -> Path:
     return output / PAGE
 
 
-def _speeds(folder: Folder, subject: str, what: str) -> list[float]:
+def _speeds(folder: Folder, subject: str) -> dict[str, list[float]]:
     """Return the speed-ups of one model of a run, of each size that was timed, ascending; never of random masks."""
     run = folder.records or Selection([])
     last, name = run.subjects()[-1], run.text("run", "model")
-    own = [row for row in folder.profile.forwards() if is_own(row) and (row["model"], row["what"]) == (name, what)]
+    own = [row for row in folder.profile.forwards() if is_own(row) and row["model"] == name]
     # An adapter in this folder is the one of the stage before LoRA.
     places = {True: _EARLIER.get(last, last), False: last}
-    return sorted(row["speedup"] for row in own if places["stage1" in Path(row["adapter"]).parts] == subject)
+    own = [row for row in own if places["stage1" in Path(row["adapter"]).parts] == subject]
+    return {what: sorted(row["speedup"] for row in own if row["what"] == what) for what in ("prefill", "decode")}
 
 
 def _speed_in_words(folder: Folder) -> str:
     last = (folder.records or Selection([])).subjects()[-1:]
-    found = {what: _speeds(folder, subject, what) for subject in last for what in ("prefill", "decode")}
-    known = {what: speeds for what, speeds in found.items() if speeds}
+    known = {what: speeds for subject in last for what, speeds in _speeds(folder, subject).items() if speeds}
     if not known:
         return "Whether it saves time was not measured; small models save none."
     told = ", ".join(f"{what} {_span(speeds)} as fast as dense" for what, speeds in known.items())

@@ -23,7 +23,7 @@ def _perplexities(run: Selection) -> list[Row]:
 
 
 def _layers(run: Selection) -> list[Row]:
-    subject = run.last_subject_with_layers()
+    subject = run.last_subject_with(*(f"sparsity.{name}" for name in SUBLAYERS))
     return [
         {"model": subject, "half": SUBLAYERS[name], "layer": layer, "skipped_share": rate}
         for name in SUBLAYERS

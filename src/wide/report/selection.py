@@ -101,11 +101,6 @@ class Selection:
         found = [s for s in NAMES if any((s, metric) in self._by_metric for metric in metrics)]
         return found[-1] if found else None
 
-    def last_subject_with_layers(self) -> str | None:
-        """Return the last trained subject whose layers were measured."""
-        found = [s for s in self.subjects() if any(self.by_layer(s, f"sparsity.{name}") for name in SUBLAYERS)]
-        return found[-1] if found else None
-
     def measure(self) -> tuple[str, str]:
         """Return the metric of the sparsity that the run was to reach, and what it is a share of, in words."""
         name, words = measure_of(self.text("run", "target"))
