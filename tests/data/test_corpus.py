@@ -192,10 +192,11 @@ def test_chats_go_through_the_template(tmp_path, tokenizer, chatty, field):
     assert ids.count(chatty.bos_token_id) == 1
     with pytest.raises(DataError, match=r"row 1 is a chat, and the model's tokenizer has no chat template"):
         texts(path, text_field=field, tokenizer=tokenizer)
-    # The template would write nothing in the place of what it does not find.
-    for message in ({"from": "human", "value": "x"}, {"role": "user", "text": "x"}, {"content": "x"}):
+    # The template would write nothing in the place of what it does not find, and a list with its brackets.
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    for message in ({"from": "human", "value": "x"}, {"role": "user", "text": "x"}, {"content": "x"}, parts):
         path.write_bytes(json_lines([{name: [*CHAT, message]}]))
-        with pytest.raises(DataError, match=r"row 1: a message has the fields \['.*'role' and 'content' were wanted"):
+        with pytest.raises(DataError, match=r"row 1: the chat template does not write {.*wanted 'role' and a text"):
             texts(path, text_field=field, tokenizer=chatty)
     path.write_bytes(json_lines([{name: [{"role": "assistant", "tool_calls": []}]}]))
     assert texts(path, text_field=field, tokenizer=chatty) == ["<assistant>\n"]

@@ -99,22 +99,24 @@ def document_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) 
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedTokenizerBase | None", where: str) -> str:
     """Return a chat as the text that the tokenizer's template makes of it, without the BOS and EOS of a document.
 
-    Raises DataError if a message has no role or content, the tokenizer no template, or the template refuses the chat.
+    Raises DataError if the tokenizer has no template, or the template refuses the chat or leaves a message out.
     """
     if tokenizer is None or tokenizer.chat_template is None:
         raise DataError(
             f"{where} is a chat, and the model's tokenizer has no chat template; take a model made for chat, or choose "
             "a field of text with --text_field (in Python, text_field=)"
         )
-    # Many templates write nothing where a field is missing.
-    wrong = [m for m in messages if not ("role" in m and m.keys() & {"content", "tool_calls"})]
-    if wrong:
-        raise DataError(f"{where}: a message has the fields {sorted(wrong[0])}; 'role' and 'content' were wanted")
     try:
         text = str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
     # Templates raise errors of their own language.
     except Exception as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
+    # Many templates write nothing where a field is missing, and a list as Python does.
+    for message in messages:
+        is_whole = "role" in message and message.keys() & {"content", "tool_calls"}
+        if not is_whole or (isinstance(message.get("content"), list) and str(message["content"]) in text):
+            found = str(message)[:100]
+            raise DataError(f"{where}: the chat template does not write {found}; wanted 'role' and a text as 'content'")
     start = str(tokenizer.bos_token) if adds_bos(tokenizer) else ""
     return text.removeprefix(start).rstrip().removesuffix(str(tokenizer.eos_token or ""))
 
