@@ -38,10 +38,9 @@ def stream_in_memory(
     documents: Iterable[Document], tokenizer: "PreTrainedTokenizerBase", max_tokens: int | None = None
 ) -> TokenStream:
     """Return documents as a stream held in memory; none is read after `max_tokens` tokens."""
-    pieces = list(_tokenized(documents, tokenizer, max_tokens))
-    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if pieces else lengths
+    pieces = [np.empty(0, dtype=np.uint32), *_tokenized(documents, tokenizer, max_tokens)]
+    tokens = np.concatenate(pieces)
+    starts = np.cumsum([len(piece) for piece in pieces[:-1]], dtype=np.int64)
     return TokenStream(tokens=tokens, starts=starts, largest_id=int(tokens.max(initial=0)))
 
 

@@ -67,8 +67,7 @@ def draw_comparison(comparison: Comparison, folder: Path) -> Drawn:
         notes, drawn = [*notes, _NO_MATPLOTLIB], []
     write_whole(folder / TABLE, to_markdown(comparison))
     write_whole(folder / SHEET, to_sheet(comparison))
-    about = Section(facts=facts(comparison.run))
-    parts = [about, *comparison_sections(comparison), *drawn, *notes_section(notes)]
+    parts = [Section(facts=facts(comparison.run)), *comparison_sections(comparison), *drawn, *notes_section(notes)]
     page = _write(comparison_title(comparison), parts, folder)
     pictures = [folder / FOLDER] if drawn and (folder / FOLDER).is_dir() else []
     return [folder / TABLE, folder / SHEET, page, *pictures], notes
