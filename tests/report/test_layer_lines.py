@@ -32,6 +32,16 @@ def comparison(*groups, methods=("wide", "wide-uniform", "ddp")):
     return Comparison(Selection([*run, *(record for group in groups for record in group)]))
 
 
+def test_of_several_seeds_the_first_that_finished_is_shown_and_the_figure_says_so():
+    failed = Record(subject=Cell("wide", 0.5, 16).subject(recovered=False), metric="status", value="OSError: disk")
+    other = layers(Cell("wide", 0.5, 18).subject(recovered=False), 0.9, 0.9)
+    end = Record(subject=Cell("wide", 0.5, 18).subject(recovered=False), metric="status", value=FINISHED)
+    found = comparison([failed], other, [end], cell("wide", 0.5, 0.4, 0.6), methods=("wide",))
+    rows = LAYERS_OF_METHODS.table(found)
+    assert [row["skipped"] for row in rows if row["half"] == "ffn"] == [0.4, 0.6]
+    assert "of several seeds by the first that finished" in LAYERS_OF_METHODS.about
+
+
 def test_rows_are_compared_at_the_target_nearest_to_a_half():
     found = comparison(
         cell("wide", 0.25, 0.1, 0.2),
