@@ -101,12 +101,7 @@ def calibrate_thresholds(
             f"calibrated thresholds need calibration batches ({len(kept)} given) and sparsities in (0, 1), not {wrong}"
         )
 
-    def measured(threshold: float) -> MarginHistogram:
-        histogram = MarginHistogram(model, measure)
-        _measure(model, kept, threshold, histogram)
-        return histogram
-
-    start = measured(0.0)
+    (start,) = _measure(model, kept, 0.0, measure)
     passes = [(0.0, start)]
     above = sorted(s for s in sparsities if start.sparsity < s)
     below = sorted((s for s in sparsities if s < start.sparsity), reverse=True)
@@ -114,7 +109,7 @@ def calibrate_thresholds(
         nearest = start
         for wanted in side:
             threshold = nearest.threshold(wanted)
-            nearest = measured(threshold)
+            (nearest,) = _measure(model, kept, threshold, measure)
             passes.append((threshold, nearest))
     table = _ascending(_table(sorted(passes, key=lambda one: one[0])))
     attachment(model).thresholds_by_sparsity = table
@@ -128,9 +123,8 @@ def measure_sparsity(
 
     The thresholds in force are put back.
     """
-    histogram = MarginHistogram(model, measure)
-    _measure(model, list(batches), threshold, histogram)
-    return histogram.sparsity
+    (found,) = _measure(model, list(batches), threshold, measure)
+    return found.sparsity
 
 
 def balanced_thresholds(
@@ -146,8 +140,8 @@ def balanced_thresholds(
     routers = attachment(model).routers()
     chosen: dict[str, float] = dict.fromkeys(kinds, 0.0)
     for _ in range(_BALANCING_PASSES):
-        found = {kind: MarginHistogram(model, kind) for kind in kinds}
-        _measure(model, kept, [chosen[router.half_layer] for router in routers], *found.values())
+        thresholds = [chosen[router.half_layer] for router in routers]
+        found = dict(zip(kinds, _measure(model, kept, thresholds, *kinds), strict=True))
         missed = [kind for kind in kinds if abs(found[kind].sparsity - sparsity) > tolerance]
         if not missed:
             break
@@ -210,10 +204,11 @@ def threshold_of(table: Sequence[tuple[float, float]], sparsity: float) -> float
 
 
 def _measure(
-    model: nn.Module, batches: Sequence[TokenBatch], threshold: float | Sequence[float], *histograms: MarginHistogram
-) -> None:
-    """Fill histograms under a threshold of all routers, or of each; the thresholds in force are put back."""
+    model: nn.Module, batches: Sequence[TokenBatch], threshold: float | Sequence[float], *measures: Measure
+) -> list[MarginHistogram]:
+    """Return the margins under a threshold of all routers, or of each; the thresholds in force are put back."""
     _require_routers(model)
+    histograms = [MarginHistogram(model, measure) for measure in measures]
     device, routers = next(model.parameters()).device, attachment(model).routers()
     before = [router.threshold for router in routers]
     _set_thresholds(routers, threshold if isinstance(threshold, Sequence) else [threshold] * len(routers))
@@ -226,6 +221,7 @@ def _measure(
                     histogram.add(routing, moved.valid)
         for histogram in histograms:
             histogram.agree(model)
+        return histograms
     finally:
         _set_thresholds(routers, before)
 
