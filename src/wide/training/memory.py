@@ -193,10 +193,7 @@ def _host_memory() -> int:
 def way_out(
     model: Any, stage: StageConfig, device: torch.device, *, distils: bool = False, dtype: str = "auto", world: int = 1
 ) -> str:
-    """Return in a sentence what a stage needs and which settings fit `available` bytes; arguments as for `needed`.
-
-    `place` is what has them, in words as `memory_of` has them; empty means a GPU that is free.
-    """
+    """Return in a sentence what a stage needs and which settings fit a device; arguments as for `needed`."""
     (available, place), on_gpu = memory_of(device), device.type == "cuda"
     group = "recover" if isinstance(stage, RecoverConfig) else "train"
     told: dict[str, Any] = {"distils": distils, "dtype": dtype}

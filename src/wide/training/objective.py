@@ -106,7 +106,10 @@ class Objective:
             padded = not bool(batch.valid.all())
         # Without padding no mask is handed over: it would cost the fast attention kernels.
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.valid.long() if padded else None}
-        teacher = self._dense_states(inputs) if self.config.distillation else None
+        teacher = None
+        if self.config.distillation:
+            with torch.no_grad(), bypass(self._model), without_lora(self._model), forward_precision(self._model):
+                teacher = self._head.states(self._model, **inputs, use_cache=False)[0]
         with observe(self._model) as routing, forward_precision(self._model):
             states, head = self._head.states(self._model, **inputs, use_cache=False)
         labels = target_labels(batch)
@@ -181,10 +184,6 @@ class Objective:
         else:
             terms = [half_weights(self._model, config.target)]
         return len(terms), torch.tensor([*terms, *by_kind], dtype=torch.float32)
-
-    def _dense_states(self, inputs: dict[str, Tensor | None]) -> Tensor:
-        with torch.no_grad(), bypass(self._model), without_lora(self._model), forward_precision(self._model):
-            return self._head.states(self._model, **inputs, use_cache=False)[0]
 
 
 def _counting(like: Tensor) -> AbstractContextManager[object]:
