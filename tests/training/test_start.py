@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import RandomSource, dense_model, stage
+from tiny import batch as random_batch
 
 from wide.config import ObjectiveConfig, WideConfig
 from wide.errors import ConfigError, TrainingError, UnsupportedModelError
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, detach, is_attached
-from wide.models.observe import force_routing, observe
+from wide.models.observe import bypass, force_routing, observe
 from wide.models.thresholds import calibrate_thresholds, measure_sparsity, set_sparsity
 from wide.routing import LayerRouting
 from wide.training import channel_groups, router_fit
@@ -330,6 +331,39 @@ def test_nothing_to_skip_leaves_routers_that_decide_by_argmax():
     model = attach(dense_model(), UNFITTED)
     fit_routers(model, batches(), ObjectiveConfig(sparsity=0.0))
     assert {router.threshold for router in attachment(model).routers()} == {0.0}
+
+
+class Uneven(RandomSource):
+    """Has longer sequences at every other step."""
+
+    def batch_at(self, step, *, batch_size, **sizes):
+        return random_batch(batch_size, 12 + 4 * (step % 2), seed=step)
+
+
+def test_routers_are_fitted_to_steps_of_different_lengths(monkeypatch):
+    """What groups cost is measured on the first tokens, whatever the lengths."""
+    model = attach(dense_model(), UNFITTED)
+    monkeypatch.setattr(router_fit, "_TOKENS_WITH_LOSS", 100)
+    monkeypatch.setattr(router_fit, "_CRUCIAL", -1e9)
+    monkeypatch.setattr(router_fit, "_LEAST", -1e9)
+    text = read_batches(Uneven(), batch_size=4, micro_batch_size=2, tokens=256)
+    outputs = [layer.get_submodule(n) for layer in model.model.layers for n in ("self_attn.o_proj", "mlp.down_proj")]
+    share = {key: 0.25 / router.num_groups for key, router in enumerate(attachment(model).routers())}
+    costs = {(key, group): cost for cost, key, group in crucial_groups(model, dict(enumerate(outputs)), share, text)}
+    # Four sequences of 12 tokens, then three of 16.
+    read = [*text[:3], text[3].split(1)[0]]
+    totals = []
+    for factor in (1.0, 0.0):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[:, 16:32] *= factor
+            totals.append(sum(token_losses(masks_off(model, one), one.labels)[0] for one in read))
+    assert costs[3, 1] == pytest.approx(float(totals[1] - totals[0]) / (4 * 11 + 3 * 15), rel=1e-3)
+    assert is_attached(prune(dense_model(), Uneven(), config=FITTED, stage=stage(steps=1)))
+
+
+def masks_off(model, one):
+    with bypass(model):
+        return model(one.input_ids).logits
 
 
 def test_routers_are_fitted_by_training_only():

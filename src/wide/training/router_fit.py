@@ -143,9 +143,14 @@ def crucial_groups(
     The cost is the rise of the loss, nats a token, where all tokens skip only this group. Cheap halves are not split.
     """
     found: list[tuple[float, int, int]] = []
-    length = batches[0].input_ids.shape[1]
-    few = TokenBatch.joined(batches).split(max(1, _TOKENS_WITH_LOSS // length))[0].to(model_device(model))
-    text = few.split(max(1, _AT_ONCE // length))
+    text, left = list[TokenBatch](), _TOKENS_WITH_LOSS
+    for batch in batches:
+        # Steps of a source may be of different lengths.
+        length = batch.input_ids.shape[1]
+        if left >= length or not text:
+            few = batch.split(max(1, left // length))[0].to(model_device(model))
+            text += few.split(max(1, _AT_ONCE // length))
+            left -= few.input_ids.numel()
     tokens = sum(num_targets(target_labels(few)) for few in text)
 
     def loss_without(key: int, groups: range) -> float:
