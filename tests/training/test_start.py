@@ -366,6 +366,17 @@ def masks_off(model, one):
         return model(one.input_ids).logits
 
 
+@pytest.mark.parametrize("config", [CLUSTERED, FITTED], ids=["clustered", "fitted"])
+def test_activations_that_are_not_finite_are_refused_and_leave_no_routers(config):
+    model = dense_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[5] = 1e30
+        model.model.layers[0].mlp.gate_proj.weight[5] = 1e30
+    with pytest.raises(TrainingError, match="inf or nan"):
+        prune(model, RandomSource(), config=config, stage=stage(steps=1))
+    assert not is_attached(model)
+
+
 def test_routers_are_fitted_by_training_only():
     model = dense_model()
     with pytest.raises(ConfigError, match=r"router_start='fitted'.*wide\.prune"):

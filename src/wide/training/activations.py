@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wide.data.batches import TokenBatch
 from wide.data.progress import progress
+from wide.errors import TrainingError
 from wide.models.observe import forward_without_head, judging
 
 K = TypeVar("K")
@@ -53,7 +54,7 @@ def read_inputs(
     """Return what modules read at all tokens that are not padding, `[tokens, C]` on the CPU, by their keys.
 
     The model runs as it is, without gradients, in evaluation mode. `keep` says what to keep of an input `[t, C]`, given
-    its key; without it that is all, as bfloat16.
+    its key; without it that is all, as bfloat16. Raises TrainingError if an input is not finite.
     """
     found: dict[K, list[Tensor]] = {key: [] for key in modules}
     valid: list[Tensor] = []
@@ -62,6 +63,11 @@ def read_inputs(
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
             rows = hidden.flatten(0, -2)[valid[-1].to(hidden.device)]
+            # Nothing can be fitted to these, and clustering them would never end.
+            if not rows.isfinite().all():
+                raise TrainingError(
+                    f"{title}: inf or nan in {hidden.dtype}; load a base that is whole, in bfloat16 or float32"
+                )
             found[key].append((rows.to(torch.bfloat16) if keep is None else keep(key, rows)).cpu())
 
         return hook
