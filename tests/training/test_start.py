@@ -333,6 +333,19 @@ def test_nothing_to_skip_leaves_routers_that_decide_by_argmax():
     assert {router.threshold for router in attachment(model).routers()} == {0.0}
 
 
+def test_weight_decay_does_not_bring_groups_that_always_execute_within_reach(with_crucial_groups):
+    fitted, text, _ = with_crucial_groups
+    model = copy.deepcopy(fitted)
+    fit_routers(model, text, ObjectiveConfig(sparsity=0.5))
+    with torch.no_grad():
+        for router in attachment(model).routers():
+            # The paper's schedule with a weight decay of 0.12.
+            router.bias *= 0.3
+    calibrate_thresholds(model, text)
+    with pytest.raises(ConfigError, match="lies outside what this adapter is calibrated for"):
+        set_sparsity(model, 0.85)
+
+
 class Uneven(RandomSource):
     """Has longer sequences at every other step."""
 

@@ -16,7 +16,7 @@ from wide.plan import Routed, RouterForm
 from wide.routing import LayerRouting, Routing
 
 EXECUTE, SKIP = 0, 1
-ALWAYS = 50.0  # Half the margin of a group that always executes: out of reach for noise and gradients at temperature 5.
+ALWAYS = 50.0  # No threshold goes so high. Groups that always execute begin far above, whatever weight decay takes off.
 THRESHOLD_NAME = "threshold"
 """The entry of a router's state dict beside its parameters."""
 # D-LLM's routers begin by executing about 87 % of the tokens.
@@ -154,12 +154,12 @@ class Router(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return router logits `[..., N_G, 2]`, float32, from hidden states `[..., D]` of any dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
-            inner = linear_float32(hidden, self.down, _float(self.down_bias))
+            inner = linear_float32(hidden, self.down, self.down_bias)
             if self.form == "mlp":
                 inner = functional.relu(inner)
             elif self.norm is not None:
                 inner = functional.silu(functional.rms_norm(inner, inner.shape[-1:], self.norm.float(), _NORM_EPS))
-            logits = linear_float32(inner, self.up, _float(self.bias))
+            logits = linear_float32(inner, self.up, self.bias)
         return logits.unflatten(-1, (self.num_groups, 2))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -217,6 +217,7 @@ def linear_float32(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -
     weight and add up in float32, which is as good as float32 to some 1e-5. A float32 copy of the inputs would cost more
     than the product, and would be kept for the backward.
     """
+    bias = None if bias is None else bias.float()
     if inputs.dtype == torch.bfloat16 and inputs.is_cuda:
         apply: Any = LinearInPieces.apply
         result: Tensor = apply(inputs.flatten(0, -2), weight.float()).unflatten(0, inputs.shape[:-1])
@@ -254,7 +255,3 @@ def _pieces(values: Tensor, *, dim: int) -> Tensor:
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32) if left.is_cuda else left.float() @ right.float()
-
-
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()

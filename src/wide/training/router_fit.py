@@ -98,7 +98,7 @@ def fit_routers(
         if share[key] <= left[router.half_layer] and bias is not None:
             left[router.half_layer] -= share[key]
             router.up.detach().view(-1, 2, len(router.down))[group] = 0.0
-            bias.detach().view(-1, 2)[group] = bias.new_tensor([ALWAYS, -ALWAYS])
+            bias.detach().view(-1, 2)[group] = bias.new_tensor([10 * ALWAYS, -10 * ALWAYS])
             always.append((router.layer_index, router.half_layer, group, cost))
     _meet(model, batches, objective.sparsity, measure)
     return always
