@@ -5,7 +5,7 @@ the loss is scaled so that gradients *averaged* over processes are those of the 
 
 Gradient accumulation: the LM loss is divided by the targets of the whole step. The sparsity term is taken per
 micro-batch and averaged over them, because the rate of the step is unknown until its last forward; it equals that of
-the joint batch while all micro-batches lie on the same side of the target.
+the joint batch while all micro-batches lie on the same side of the target, beyond `smoothing`, and are padded alike.
 """
 
 from contextlib import AbstractContextManager
