@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import RandomSource, dense_model, stage
 from tiny import batch as random_batch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from wide.config import ObjectiveConfig, WideConfig
 from wide.errors import ConfigError, TrainingError, UnsupportedModelError
@@ -173,6 +174,26 @@ def test_stage_1_begins_with_clustered_groups_and_keeps_them_in_its_adapter(tmp_
     assert any(not torch.equal(order, torch.arange(64)) for order in orders.values())
     detach(model)
     assert all(torch.equal(value, base[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["one group", "experts"])
+def test_a_model_without_groups_to_cluster_is_trained_and_resumed(kind, tmp_path):
+    config = dataclasses.replace(CLUSTERED, ffn_group_size=64)
+
+    def model():
+        if kind == "one group":
+            return dense_model()
+        torch.manual_seed(0)
+        sizes = {
+            name: getattr(dense_model().config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")
+        }
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+
+    prune(model(), RandomSource(), config=config, stage=stage(steps=2), output=tmp_path)
+    pruned = prune(model(), RandomSource(), config=config, stage=stage(steps=2), output=tmp_path, resume=True)
+    assert attachment(pruned).provenance["prune"]["start"]["resumed"]
+    assert is_attached(load(model(), tmp_path / "adapter"))
 
 
 def test_a_resumed_run_is_the_whole_run_bit_for_bit(tmp_path):

@@ -210,7 +210,7 @@ def attach(
         plan = plan_for(config, specs)
     tensors = tensors or {}
     check_plan(plan, specs, tensors)
-    _check_settings(config, has_orders=bool(orders), has_weights=bool(weights))
+    _check_settings(config, orders, has_weights=bool(weights))
     state = Attachment(plan=plan, specs=specs, control=RoutingControl(Sampling()), base=fingerprint(model, specs))
     if weights:
         state.replaced = ReplacedWeights(model, weights, state.control)
@@ -310,12 +310,12 @@ def _save_whole(model: nn.Module, save_directory: str | PathLike[str], **options
         model.__class__, model.config = before
 
 
-def _check_settings(config: WideConfig | None, *, has_orders: bool, has_weights: bool) -> None:
-    if has_orders and has_weights:
+def _check_settings(config: WideConfig | None, orders: Mapping[str, Tensor] | None, *, has_weights: bool) -> None:
+    if orders and has_weights:
         raise ConfigError("orders= and weights= cannot be given together: replaced weights name channels by place")
     if config is None:
         return
-    if config.ffn_grouping == "clustered" and not has_orders:
+    if config.ffn_grouping == "clustered" and orders is None:
         raise ConfigError("ffn_grouping='clustered' needs text: use wide.prune, which reads it, or give orders=")
     if config.router_start == "fitted":
         raise ConfigError("router_start='fitted' needs text: use wide.prune, which reads it, or router_start='random'")
