@@ -337,6 +337,22 @@ def test_merged_lora_cannot_be_saved_as_an_adapter(tmp_path):
         save(model, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("changes", ["many", "few", "none"])
+def test_what_a_full_checkpoint_has_merged_is_not_left_out_of_an_adapter(tmp_path, changes):
+    model = pruned(lora=changes == "many")
+    if changes == "few":
+        # So small that the sample of the base, in bfloat16, does not show it.
+        attachment(model).provenance["recover"] = {}
+    again = load_checkpoint(save_checkpoint(merge_lora(model), tmp_path / "full"))
+    if changes == "none":
+        save(again, tmp_path / "adapter")
+        ids = tokens()
+        assert torch.equal(load(make("llama"), tmp_path / "adapter")(ids).logits, model(ids).logits)
+        return
+    with pytest.raises(NotAttachedError, match="LoRA was merged" if changes == "few" else "base weights changed"):
+        save(again, tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("family", distinct(FAMILIES))
 def test_full_checkpoints_reload_bit_equal_through_the_auto_classes(tmp_path, family):
     model, ids = attach(make(family), CONFIG), tokens()

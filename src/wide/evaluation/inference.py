@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from wide.errors import EvaluationError
-from wide.models.attach import attachment, is_attached
+from wide.models.attach import is_attached
 from wide.models.cost import SkipCounter
 from wide.models.lora import without_lora
 from wide.models.observe import bypass
@@ -25,14 +25,6 @@ def dense(model: nn.Module) -> Iterator[None]:
         return
     with bypass(model), without_lora(model):
         yield
-
-
-def has_merged_lora(model: nn.Module) -> bool:
-    """Return whether LoRA was added to the weights for good, so that the base model is not at hand."""
-    if not is_attached(model):
-        return False
-    state = attachment(model)
-    return "recover" in state.provenance if state.lora is None else bool(state.lora.merged)
 
 
 def watching(counter: SkipCounter | None) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from wide.models.card import PLACE, finish_folder
 from wide.models.discovery import discover
 from wide.models.files import sha256_of
 from wide.models.hub import find_adapter, upload
-from wide.models.lora import OWN_LORA, copy_strictly, load_lora
+from wide.models.lora import OWN_LORA, copy_strictly, has_merged_lora, load_lora
 from wide.models.pretrained import (
     LOADING,
     BaseFacts,
@@ -91,26 +91,8 @@ def save(
             `attach` (save a full checkpoint), or a static gate is still being trained through a transform.
         AdapterError: If the folder exists and holds something else, or the Hub refuses.
     """
-    state = attachment(model)
     require(str | Path, path, "path", "a folder")
-    require_final_scales(state)
-    reason = ""
-    if state.lora is not None and state.lora.merged:
-        reason = "LoRA was merged into the base weights"
-    elif state.originals_lost:
-        reason = "this model came from a full checkpoint whose base weights were replaced"
-    elif state.order_lost:
-        reason = "this model came from a full checkpoint whose FFN channels lie in another order than those of its base"
-    elif not ignore_base_changes and not same_weights(state.weights_seen, sampled_values(model)):
-        reason = "base weights changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
-    foreign = set(peft_adapters(model)) - ({OWN_LORA} if state.lora is not None else set())
-    if foreign and not ignore_base_changes:
-        raise NotAttachedError(
-            f"PEFT's adapter {sorted(foreign)} would be left out; merge it (model.merge_and_unload()) and save a full "
-            "checkpoint with wide.save_checkpoint, or let PEFT save it and give ignore_base_changes=True"
-        )
-    if reason:
-        raise NotAttachedError(f"{reason}, so no adapter describes this model; use wide.save_checkpoint(model, path)")
+    require_describable(model, ignore_base_changes=ignore_base_changes)
     target = Path(path)
     if not is_first_process():
         return target
@@ -273,6 +255,34 @@ def check_config(config: object, where: str) -> AdapterFacts:
     for key in _PROVENANCE & facts["provenance"].keys():
         typed(dict[str, Any], facts["provenance"][key], f"{where} provenance.{key}")
     return facts
+
+
+def require_describable(model: nn.Module, *, ignore_base_changes: bool = False) -> None:
+    """Raise NotAttachedError if an adapter on its base would not be this model, see `save`."""
+    state = attachment(model)
+    require_final_scales(state)
+    reason = ""
+    if has_merged_lora(model):
+        reason = "LoRA was merged into the base weights"
+    elif state.originals_lost:
+        reason = "this model came from a full checkpoint whose base weights were replaced"
+    elif state.order_lost:
+        reason = "this model came from a full checkpoint whose FFN channels lie in another order than those of its base"
+    elif not ignore_base_changes and (
+        # Of what a full checkpoint holds, it is only known what its base was.
+        differences(state.base, fingerprint(model, state.specs))
+        if state.weights_seen is None
+        else not same_weights(state.weights_seen, sampled_values(model))
+    ):
+        reason = "base weights changed since wide.attach (give ignore_base_changes=True if the base as it was is meant)"
+    foreign = set(peft_adapters(model)) - ({OWN_LORA} if state.lora is not None else set())
+    if foreign and not ignore_base_changes:
+        raise NotAttachedError(
+            f"PEFT's adapter {sorted(foreign)} would be left out; merge it (model.merge_and_unload()) and save a full "
+            "checkpoint with wide.save_checkpoint, or let PEFT save it and give ignore_base_changes=True"
+        )
+    if reason:
+        raise NotAttachedError(f"{reason}, so no adapter describes this model; use wide.save_checkpoint(model, path)")
 
 
 def require_final_scales(state: Attachment) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
-from wide.models.attach import attachment
+from wide.models.attach import attachment, is_attached
 from wide.models.plan_check import misfit
 from wide.models.pretrained import peft_adapters, require_in_memory
 from wide.models.sharding import reshard
@@ -72,10 +72,6 @@ class LoraHandle:
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the LoRA matrices on the CPU."""
         return {name: p.detach().cpu().clone() for name, p in self.named_parameters().items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy matrices in; raises AdapterError if a name is missing or surplus, or a shape differs."""
-        copy_strictly(self.named_parameters(), state, "LoRA")
 
     def save(self, folder: Path) -> None:
         """Write PEFT's two files, which any PEFT can read."""
@@ -157,7 +153,7 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
         raise AdapterError(f"{where} r is {facts['r']}, wanted that of the matrices beside it, {sorted(ranks)}")
     handle = _inject(model, config)
     try:
-        handle.load_state_dict(weights)
+        copy_strictly(handle.named_parameters(), weights, "LoRA")
     except AdapterError:
         handle.unload()
         attachment(model).lora = None
@@ -171,6 +167,14 @@ def merge_lora(model: nn.Module) -> nn.Module:
     if state.lora is not None and not state.lora.merged:
         state.lora.merge()
     return model
+
+
+def has_merged_lora(model: nn.Module) -> bool:
+    """Return whether LoRA was added to the weights for good, so that the base model is not at hand."""
+    if not is_attached(model):
+        return False
+    state = attachment(model)
+    return "recover" in state.provenance if state.lora is None else bool(state.lora.merged)
 
 
 @contextmanager
@@ -221,7 +225,8 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
 
     state = attachment(model)
     if state.lora is not None:
-        raise NotAttachedError("this model already has LoRA; merge it (wide.models.lora.merge_lora) or detach first")
+        has = "has LoRA merged into its weights" if state.lora.merged else "already has LoRA"
+        raise NotAttachedError(f"this model {has}; begin with its adapter, or with a full checkpoint of it")
     if peft_adapters(model):
         raise NotAttachedError(f"PEFT has the adapter {peft_adapters(model)} on this model; merge it first")
     require_in_memory(model, "LoRA")
