@@ -70,7 +70,12 @@ def returned_loss(model, inputs, targets):
     return model(**inputs, num_items_in_batch=targets).loss
 
 
-@pytest.mark.parametrize("loss_of", [returned_loss, own_loss])
+def watched_loss(model, inputs, targets):
+    with wide.capture_routing(model):
+        return returned_loss(model, inputs, targets)
+
+
+@pytest.mark.parametrize("loss_of", [returned_loss, own_loss, watched_loss])
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_gradient_is_that_of_the_objective(padding, micro_batches, loss_of):

@@ -155,7 +155,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches, self._times = micro_batches, self._parallel.world if loss_is_multiplied else 1
         # Checkpointing that the loop has switched on may lose the gradient of masks; this is on instead.
         self._open.enter_context(layers_run(model))
-        self._routing = self._open.enter_context(observe(model))
+        self._open.enter_context(observe(model))
         decoder = getattr(model, "base_model", model)
         for module, hook in ((decoder, self._carry_term), (model, self._add_term)):
             self._open.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
@@ -195,7 +195,8 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ConfigError(f"RouterCallback needs input_ids [B, T]; the model was called with {named}")
         mask = given.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
-        distance, self.measured = self._term.distance(self._routing, valid)
+        # Of this forward: the loop may watch it, too, as with `capture_routing`.
+        distance, self.measured = self._term.distance(attachment(self._model).control.observed, valid)
         self._term_now = _Term(self.objective.weight * distance, 1 / self._forwards, self._refused)
         self._keep(TokenBatch(input_ids=ids, labels=ids, valid=valid))
         carry: Any = _Carried.apply
