@@ -13,8 +13,10 @@ from wide.config import ObjectiveConfig, RecoverConfig, StageConfig, recorded_ob
 from wide.data.batches import TokenBlocks
 from wide.data.token_stream import TokenStream
 from wide.errors import ConfigError, DataError, NotAttachedError, ShapeError
+from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import load
-from wide.models.attach import attachment, is_attached
+from wide.models.attach import attachment, is_attached, trained_on
+from wide.models.lora import merge_lora
 from wide.models.thresholds import measure_sparsity, set_sparsity
 from wide.training import inference_target, stages
 from wide.training.stages import prune, recover
@@ -331,6 +333,36 @@ def test_no_block_of_stage_1_is_read_again_under_another_seed(seeds, texts, tiny
     assert (len(first), len(second), first & second) == (24, 24, set())
     assert attachment(pruned).provenance["prune"]["order"] == {"seed": seeds[0], "first_sample": 0}
     assert attachment(pruned).provenance["recover"]["order"] == {"seed": seeds[0], "first_sample": 24}
+    # A batch that begins at a whole number of its size.
+    blocks_read(lambda: recover(pruned, again, stage=lora_stage(**sizes | {"batch_size": 5, "steps": 1})))
+    assert attachment(pruned).provenance["recover"]["order"] == {"seed": seeds[0], "first_sample": 48}
+    assert not set(read[1]) & (first | second)
+    recover(pruned, source, stage=lora_stage(**sizes | {"batch_size": 3, "steps": 1}))
+    assert attachment(pruned).provenance["recover"]["order"]["first_sample"] == 55
+
+
+def test_what_every_run_of_a_stage_read_is_remembered(texts, tiny_tokenizer):
+    pytest.importorskip("peft")
+    pruned = model()
+    prune(pruned, RandomSource(), config=CONFIG, stage=stage(steps=1))
+    for name in ("first", "second", "third"):
+        source = batch_source(texts, pruned, tokenizer=tiny_tokenizer, stage=StageConfig(sequence_length=16))
+        source.name = name
+        recover(pruned, source, stage=lora_stage(steps=1))
+    assert sorted(stage["text"] for stage in trained_on(pruned).values()) == ["first", "second", "third"]
+
+
+def test_lora_that_was_merged_is_not_trained_on(tmp_path):
+    pytest.importorskip("peft")
+    pruned = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=1))
+    merge_lora(recover(pruned, RandomSource(), stage=lora_stage(steps=1)))
+    with pytest.raises(NotAttachedError, match=r"LoRA merged.*full checkpoint"):
+        recover(pruned, RandomSource(), stage=lora_stage(steps=1))
+    again = load_checkpoint(save_checkpoint(pruned, tmp_path / "full"))
+    # No adapter could describe the result.
+    with pytest.raises(NotAttachedError, match="save_checkpoint"):
+        recover(again, RandomSource(), stage=lora_stage(steps=1), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_steps_of_a_source_may_be_of_different_lengths(monkeypatch):

@@ -238,6 +238,7 @@ class Run:
             # Of the later stage; it puts on its own.
             lora.unload()
             attachment(self._model).lora = None
+            attachment(self._model).provenance.pop("recover", None)
         return True
 
 

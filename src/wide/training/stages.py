@@ -13,7 +13,7 @@ from torch import nn
 from wide.config import BEFORE, ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
 from wide.data.batches import BatchSource, TokenBlocks
 from wide.errors import ConfigError
-from wide.models.adapter import save
+from wide.models.adapter import require_describable, save
 from wide.models.attach import attachment, detach, is_attached, plan_for
 from wide.models.discovery import discover
 from wide.models.lora import add_lora
@@ -179,7 +179,7 @@ def recover(
     parallel = DataParallel.from_environment(model_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
-    if state.lora is None:
+    if state.lora is None or state.lora.merged:
         with own_randomness(model_device(model)):
             torch.manual_seed(stage.seed)
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
@@ -221,16 +221,21 @@ def _run(
 
     `start` holds the settings and the facts of what was done before the first step.
     """
+    if options.output is not None:
+        # What cannot be saved at the end is not trained.
+        require_describable(model)
     settings, facts = start
     data, provenance = describe_source(source), attachment(model).provenance
     text, split = getattr(source, "name", None), getattr(source, "split", None)
-    earlier = provenance.get("prune", {}) if name == "recover" else {}
+    before = [provenance.get(each, {}) for each in ("recover", "prune") if name == "recover"]
+    earlier = next((each for each in before if each.get("data") == data), None)
     seed, read, content = None, 0, None
     if isinstance(source, TokenBlocks):
         seed, content = source.seed, None if options.output is None else source.content_hash()
-    if earlier.get("data") == data:
-        # On the same blocks, those that stage 1 read are left out: the first ones of its order, so that is kept.
-        read = earlier["steps"] * earlier["stage"]["batch_size"]
+    if earlier is not None:
+        # On the same blocks, those that earlier stages read are left out: the first ones of their order, which is kept.
+        batch, skipped = earlier["stage"]["batch_size"], earlier.get("order", {}).get("first_sample", 0)
+        read = (earlier["steps"] - (-skipped // batch)) * batch
         if isinstance(source, TokenBlocks):
             seed = earlier.get("order", {}).get("seed", earlier["stage"]["seed"])
             source = source.cut(source.sequence_length, seed=seed)
@@ -253,7 +258,11 @@ def _run(
     size = micro_batch_size(stage, parallel.world)
     batches = calibration_batches(source, step=stage.steps, batch_size=stage.batch_size, micro_batch_size=size)
     inference = meet_target(model, batches, objective, adjust=calibrate, parallel=parallel)
-    found = dataclasses.asdict(outcome)
+    found, past = dataclasses.asdict(outcome), name
+    while past in provenance:
+        past = f"before: {past}"
+    # What an earlier run of this stage read is still what the model has seen.
+    provenance[past] = provenance.get(name)
     provenance[name] = {
         "objective": dataclasses.asdict(objective),
         "stage": dataclasses.asdict(stage),
