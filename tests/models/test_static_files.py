@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from wide.cli.inspect import describe_adapter
 from wide.config import WideConfig
-from wide.errors import AdapterError, NotAttachedError
+from wide.errors import AdapterError, NotAttachedError, ShapeError
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
@@ -135,6 +135,13 @@ def test_scales_behind_a_transform_are_not_saved(tmp_path):
         save(model, tmp_path / "adapter")
     with pytest.raises(NotAttachedError, match="transform"):
         save_checkpoint(model, tmp_path / "full")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("write", [save, save_checkpoint])
+def test_bases_that_were_rounded_are_not_saved(tmp_path, write):
+    with pytest.raises(ShapeError, match="orthonormal"):
+        write(attached("stream").to(torch.bfloat16), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

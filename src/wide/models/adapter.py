@@ -24,6 +24,7 @@ from wide.models.discovery import discover
 from wide.models.files import sha256_of
 from wide.models.hub import find_adapter, upload
 from wide.models.lora import OWN_LORA, copy_strictly, has_merged_lora, load_lora
+from wide.models.plan_check import check_tensors
 from wide.models.pretrained import (
     LOADING,
     BaseFacts,
@@ -89,6 +90,7 @@ def save(
     Raises:
         NotAttachedError: If the model has no plan, LoRA was merged into its weights or they were trained since
             `attach` (save a full checkpoint), or a static gate is still being trained through a transform.
+        ShapeError: If static scales or bases are none that a plan may have, as after `model.to(torch.bfloat16)`.
         AdapterError: If the folder exists and holds something else, or the Hub refuses.
     """
     require(str | Path, path, "path", "a folder")
@@ -286,7 +288,9 @@ def require_describable(model: nn.Module, *, ignore_base_changes: bool = False) 
 
 
 def require_final_scales(state: Attachment) -> None:
-    """Raise NotAttachedError if a static gate has a transform: its scales are not what is applied."""
+    """Raise NotAttachedError if scales are not what is applied, and ShapeError if a loaded plan could not have them."""
+    # A model that was moved to another dtype may have bases that are not orthonormal any more.
+    check_tensors(state.plan, state.static_parameters())
     for gate in state.static_gates():
         if gate.transform is not None:
             raise NotAttachedError(
