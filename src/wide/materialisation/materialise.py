@@ -132,16 +132,10 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
 def _mask(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:
     for spec, layer in _each_layer(plan, specs):
         _fold(spec, layer, tensors)
-        if isinstance(layer.attention, Skipped):
-            _silence(plain_linear(spec.attention.output, spec.index))
-        if isinstance(layer.ffn, Skipped):
-            _silence(plain_linear(feed_forward(spec).down, spec.index))
-
-
-def _silence(linear: nn.Linear) -> None:
-    with torch.no_grad():
-        for parameter in linear.parameters():
-            parameter.zero_()
+        for name, part in spec.sublayers():
+            if isinstance(getattr(layer, name), Skipped):
+                for parameter in plain_linear(part.linears()[-1], spec.index).parameters():
+                    parameter.detach().zero_()
 
 
 def _slice(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Tensor]) -> None:

@@ -127,7 +127,7 @@ def add_lora(model: nn.Module, *, rank: int = 16, alpha: float = 32.0, dropout: 
 def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
     """Put LoRA on an attached model from the files of `LoraHandle.save`.
 
-    Raises AdapterError if a file is missing or does not fit the model, and otherwise as `add_lora`.
+    Raises AdapterError if a file is missing or does not fit (the caller detaches then), and otherwise as `add_lora`.
     """
     for name in (_WEIGHTS, _CONFIG):
         if not (folder / name).is_file():
@@ -152,12 +152,7 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
     if ranks != {facts["r"]}:
         raise AdapterError(f"{where} r is {facts['r']}, wanted that of the matrices beside it, {sorted(ranks)}")
     handle = _inject(model, config)
-    try:
-        copy_strictly(handle.named_parameters(), weights, "LoRA")
-    except AdapterError:
-        handle.unload()
-        attachment(model).lora = None
-        raise
+    copy_strictly(handle.named_parameters(), weights, "LoRA")
     return handle
 
 

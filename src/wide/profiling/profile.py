@@ -46,7 +46,7 @@ from wide.errors import ConfigError
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
-from wide.models.adapter import load, read_config
+from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached, plan_of
 from wide.models.block_spec import standing_in
 from wide.models.lora import merge_lora
@@ -120,12 +120,6 @@ def _prompts(options: ProfileOptions, model: Any) -> Tensor:
     rows = ids[(starts[:, None] + torch.arange(count, device=device)) % ids.numel()]
     rows[:, 0] = ids[0]  # BOS, where the tokenizer has it.
     return rows
-
-
-def _method(adapter: str | None) -> str:
-    """Return the pruning method that made an adapter."""
-    facts = {} if adapter is None else read_config(Path(adapter))["provenance"]
-    return str(facts.get("method", {}).get("method", "wide"))
 
 
 class _Report:
@@ -284,7 +278,7 @@ class _Profile:
         torch.cuda.empty_cache()
         ffn = next((r for r in state.routers() if r.half_layer == "ffn"), None)
         width = getattr(self.model.config.get_text_config(), "intermediate_size", None)
-        facts = {"layers": len(state.specs), "method": _method(self.options.adapter)}
+        facts = {"layers": len(state.specs), "method": state.provenance.get("method", {}).get("method", "wide")}
         if ffn is not None and width:
             facts["ffn_group_size"] = width // ffn.num_groups
         return self.report.begin("gate", gate, start, **facts)

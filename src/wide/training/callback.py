@@ -196,7 +196,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         mask = given.get("attention_mask")
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
         # Of this forward: the loop may watch it, too, as with `capture_routing`.
-        distance, self.measured = self._term.distance(attachment(self._model).control.observed, valid)
+        distance, self.measured = self._term.distance(attachment(self._model).control.observed or [], valid)
         self._term_now = _Term(self.objective.weight * distance, 1 / self._forwards, self._refused)
         self._keep(TokenBatch(input_ids=ids, labels=ids, valid=valid))
         carry: Any = _Carried.apply

@@ -100,7 +100,9 @@ def prune(
         attachment(model).require_not_optimised()
         plan = attachment(model).plan
     else:
-        plan = _checked_plan(config, model)
+        specs = discover(model)
+        plan = config if isinstance(config, Plan) else plan_for(config or WideConfig(), specs)
+        check_plan(plan, specs, {})
     if not plan.is_routed:
         raise ConfigError("this plan has no router to train; attach it (wide.attach), and train LoRA with wide.recover")
     parallel = DataParallel.from_environment(model_device(model))
@@ -307,14 +309,6 @@ def _hash_of_routers(model: nn.Module) -> str:
         for name, value in router.state_dict().items()
     }
     return hashlib.sha256(to_bytes(values)).hexdigest()[:16]
-
-
-def _checked_plan(config: WideConfig | Plan | None, model: nn.Module) -> Plan:
-    specs = discover(model)
-    if not isinstance(config, Plan):
-        return plan_for(config or WideConfig(), specs)
-    check_plan(config, specs, {})
-    return config
 
 
 def _objective(objective: ObjectiveConfig | None, sparsity: float | None) -> ObjectiveConfig:
