@@ -141,7 +141,7 @@ def recover(
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
     Under a plan without routers only LoRA is trained, without a sparsity term; what is pruned stays pruned. On the
-    same blocks as stage 1, training goes on in its order, whatever the seed, with those that stage 1 did not read.
+    same blocks as earlier stages, training goes on in their order, whatever the seed, with those that they did not read.
     Arguments without an entry are as for `prune`.
 
     Args:
@@ -153,7 +153,7 @@ def recover(
         calibrate_threshold: As for `prune`; with frozen routers the threshold stays as it is.
 
     Raises:
-        NotAttachedError: If the model has no plan, or is optimised.
+        NotAttachedError: If the model has no plan, is optimised, has LoRA merged, or `output` could get no adapter.
         MissingExtraError: If PEFT is not installed.
         ConfigError: If settings contradict each other or LoRA that is there already, or no target is recorded and
             none given.
