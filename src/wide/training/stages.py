@@ -141,7 +141,7 @@ def recover(
     """Train LoRA on all linear layers together with the routers (stage 2), and return the model.
 
     Under a plan without routers only LoRA is trained, without a sparsity term; what is pruned stays pruned. On the
-    same blocks as earlier stages, training goes on in their order, whatever the seed, with those that they did not read.
+    same blocks as earlier stages, training goes on in their order, whatever the seed, with those that none has read.
     Arguments without an entry are as for `prune`.
 
     Args:
