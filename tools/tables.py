@@ -118,28 +118,11 @@ def real(model: str = "smollm2-135m") -> Table:
 
 
 def real_short() -> Table:
-    """Return the main rows of both public models: the smaller one with LoRA, of the larger one `fitted-50` too."""
-    header = (
-        "half of the work",
-        "135 M, LoRA: perplexity",
-        "accuracy, %",
-        "without BoolQ, %",
-        "1.5 B: perplexity",
-        "accuracy, %",
-    )
-    smaller, larger = ({row[0]: row for row in table().rows} for table in (real, real_larger))
-    lines = [(title, *smaller[title][4:], *larger.get(title, ("-",) * 4)[2:4]) for title in _REAL_FEW]
-    return Table(header=header, rows=tuple(lines))
-
-
-def real_larger() -> Table:
-    """Return the scores of the larger public model at half of the work."""
-    lines = []
-    for title, (run, method, lora) in _LARGER_ROWS.items():
-        records = study("qwen2.5-coder-1.5b")[run]
-        stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=lora)
-        lines.append((title, _work(records, stage), *_scores(records, stage), _without_boolq(records, stage)))
-    header = ("half of the work", "work skipped, %", "word perplexity", "accuracy, %", "without BoolQ, %")
+    """Return the main rows of both public models, with LoRA."""
+    scores = ("perplexity", "accuracy, %", "without BoolQ, %")
+    header = ("half of the work, with LoRA", f"135 M: {scores[0]}", *scores[1:], f"1.5 B: {scores[0]}", *scores[1:])
+    smaller, larger = ({row[0]: row[4:] for row in real(name).rows} for name in _REAL_ROWS if name != "gemma3-270m")
+    lines = [(title, *smaller[one], *larger[other]) for title, (one, other) in _REAL_FEW.items()]
     return Table(header=header, rows=tuple(lines))
 
 
@@ -210,9 +193,10 @@ _SIX_TASKS = ("arc_easy", "arc_challenge", "winogrande", "piqa", "openbookqa", "
 _SMALLER_ROWS = {
     "dense": ("half", "half", "dense"),
     "dense, LoRA at 1e-3": ("half", "dense-faster", "dense"),
-    "WIDE, `fitted-50`, G = 128": ("half-fitted", "half-fitted", "wide-fitted"),
-    "`fitted-50`, β2 = 0.95, LoRA at 1e-3": ("stable", "stable", "wide-fitted"),
-    "the same, long LoRA": ("stable", "stable-longer", "wide-fitted"),
+    "dense, long LoRA": ("half", "longer", "dense"),
+    "WIDE, `fitted-50`, long LoRA": ("shipped", "shipped", "wide-fitted"),
+    "an earlier form": ("half-fitted", "half-fitted", "wide-fitted"),
+    "an earlier form, β2 = 0.95, LoRA at 1e-3": ("stable", "stable", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
     "Týr": ("half", "half", "tyr"),
     "Týr, LoRA at 1e-3 from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
@@ -226,11 +210,24 @@ _SMALLER_ROWS = {
     "WIDE, the paper's recipe, G = 32": ("more", "more", "wide-32"),
     "WIDE-uniform, G = 128": ("half", "half", "wide-uniform"),
     "D-LLM": ("more", "more", "dllm"),
-    "Shortened, perplexity": ("more", "more", "shortened-ppl"),
+    "Shortened, perplexity": ("more-lora", "more-lora", "shortened-ppl"),
     "SkipGPT": ("more", "more", "skipgpt"),
+}
+_LARGER_ROWS = {
+    "dense": ("half", "half-fitted-lora", "dense"),
+    "dense, long LoRA": ("half", "dense-longer", "dense"),
+    "WIDE, `fitted-50`, long LoRA": ("shipped", "shipped", "wide-fitted"),
+    "an earlier form": ("half-fitted", "half-fitted-lora", "wide-fitted"),
+    "Týr": ("half-lora", "half-lora", "tyr"),
+    "DDP": ("half-lora", "half-lora", "ddp"),
+    "SliceGPT": ("half-lora", "half-lora", "slicegpt"),
+    "Shortened, Taylor": ("half-lora", "half-lora", "shortened-taylor"),
+    "WIDE, the paper's recipe, G = 128": ("half-paper", "half-paper", "wide"),
+    "SkipGPT": ("half", "half", "skipgpt"),
 }
 _REAL_ROWS = {
     "smollm2-135m": _SMALLER_ROWS,
+    "qwen2.5-coder-1.5b": _LARGER_ROWS,
     "gemma3-270m": {
         "dense": ("half", "half", "dense"),
         "`fitted-50`": ("half", "half", "wide-fitted"),
@@ -239,8 +236,9 @@ _REAL_ROWS = {
 }
 # Title -> runs of three seeds, the method, and whether with LoRA.
 _REAL_SEEDS = {
-    "WIDE, `fitted-50`, G = 128": (("half-fitted", "seeds", "seeds"), "wide-fitted", False),
-    "with β2 = 0.95": (("stable",) * 3, "wide-fitted", False),
+    "WIDE, `fitted-50`": (("shipped",) * 3, "wide-fitted", False),
+    "an earlier form": (("half-fitted", "seeds", "seeds"), "wide-fitted", False),
+    "an earlier form, β2 = 0.95": (("stable",) * 3, "wide-fitted", False),
     "the same, with LoRA at 1e-3": (("stable",) * 3, "wide-fitted", True),
     "WIDE, the paper's recipe, G = 128": (("half", "seeds", "seeds"), "wide", False),
     "Týr": (("half", "seeds", "seeds"), "tyr", False),
@@ -264,29 +262,14 @@ _REAL_OTHERS = {
     "D-LLM": "dllm",
     "SkipGPT": "skipgpt",
 }
-# Title -> run of the scores and the method, without LoRA and with it.
-_LARGER_ROWS = {
-    "dense": ("half", "dense", False),
-    "dense, with LoRA": ("half-fitted-lora", "dense", True),
-    "dense, LoRA of 700 steps": ("dense-longer", "dense", True),
-    "WIDE, `fitted-50`, G = 128": ("half-fitted", "wide-fitted", False),
-    "the same, with LoRA": ("half-fitted-lora", "wide-fitted", True),
-    "`fitted-50`, β2 = 0.95": ("stable", "wide-fitted", False),
-    "the same, LoRA of 700 steps": ("stable", "wide-fitted", True),
-    "WIDE, the paper's recipe, G = 128": ("half-paper", "wide", False),
-    "Týr": ("half", "tyr", False),
-    "SliceGPT": ("half", "slicegpt", False),
-    "DDP": ("half", "ddp", False),
-    "SkipGPT": ("half", "skipgpt", False),
-    "Shortened, Taylor": ("half", "shortened-taylor", False),
+# Of the short table: title -> the rows of the smaller and of the larger model.
+_REAL_FEW = {
+    "dense": ("dense, long LoRA",) * 2,
+    "WIDE, `fitted-50`": ("WIDE, `fitted-50`, long LoRA",) * 2,
+    "Týr": ("Týr, 1300 steps of LoRA at 1e-3", "Týr"),
+    "DDP": ("DDP",) * 2,
+    "WIDE, the paper's recipe": ("WIDE, the paper's recipe, G = 128",) * 2,
 }
-_REAL_FEW = (
-    "dense",
-    "WIDE, `fitted-50`, G = 128",
-    "Týr",
-    "WIDE, the paper's recipe, G = 128",
-    "DDP",
-)
 
 
 def _of_seeds(method: str, column: str, lora: bool) -> str:
@@ -446,7 +429,7 @@ _FITTED_RUNS = {
     "H200": {False: "stable", True: "stable-again"},
     "H100": {False: "half-fitted", True: "half-fitted-lora"},
 }
-_FITTED, _SECOND = "`fitted-50`, β2 = 0.95", "the same, second LoRA of 700 steps, trained routers"
+_FITTED, _SECOND = "an earlier form, β2 = 0.95", "the same, second long LoRA, trained routers"
 _TRAINED = "the same with LoRA, trained routers"
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
@@ -604,7 +587,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-real": real,
     "quality-real-family": partial(real, "gemma3-270m"),
     "quality-real-short": real_short,
-    "quality-real-larger": real_larger,
+    "quality-real-larger": partial(real, "qwen2.5-coder-1.5b"),
     "quality-real-columns": real_columns,
     "quality-real-seeds": real_seeds,
     "quality-speed": beside,

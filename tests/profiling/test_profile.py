@@ -1,10 +1,12 @@
 """Profiles of whole models: gates at the sizes that are claimed, random routers' shares, and calls on the host."""
 
 import contextlib
+import gzip
 import itertools
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 
 from wide.config import WideConfig
 from wide.data.tokenizer import load_tokenizer
-from wide.errors import ConfigError, EvaluationError
+from wide.errors import ConfigError, DataError, EvaluationError
 from wide.grouping import Grouping
 from wide.inference.engine.decoder import Decoder
 from wide.inference.operators.table import OperatorTable
@@ -369,17 +371,24 @@ def test_prompts_of_a_text_differ_and_an_adapter_runs_merged(tiny_model_folder, 
     model = attach(load_pretrained(str(tiny_model_folder)), WideConfig(ffn_group_size=16, router_rank=2))
     add_lora(model, rank=2)
     save(model, tmp_path / "adapter")
-    named = {"model": str(tiny_model_folder), "adapter": str(tmp_path / "adapter"), "text": str(tmp_path / "text")}
-    options = ProfileOptions(**named, prompt="24", batch="1,2")
+    file, words = tmp_path / "text.txt", "One text that is longer than a prompt and shorter than two of them."
+    named = {"model": str(tiny_model_folder), "adapter": str(tmp_path / "adapter")}
+    options = ProfileOptions(**named, text=str(file), prompt="24", batch="1,2")
     found = profile._pruned_model(options, profile._dense_model(options, CPU))
     assert attachment(found).lora.merged
-    (tmp_path / "text").write_text("One text that is longer than a prompt and shorter than two of them.")
+    file.write_text(words)
     first, second = profile._prompts(options, found).tolist()
-    assert first == load_tokenizer(tiny_model_folder)((tmp_path / "text").read_text())["input_ids"][:24]
+    assert first == load_tokenizer(tiny_model_folder)(words)["input_ids"][:24]
     assert first[0] == second[0]
     assert first[1:] != second[1:]
-    (tmp_path / "text").write_text(" \n")
-    with pytest.raises(ConfigError, match="holds no text"):
+    # What a file of data holds is read as everywhere, not its braces.
+    rows = ProfileOptions(**named, text=str(tmp_path / "rows.jsonl.gz"), prompt="24", batch="1,2")
+    Path(rows.text).write_bytes(
+        gzip.compress(b"".join(json.dumps({"text": t}).encode() + b"\n" for t in (words, "No.")))
+    )
+    assert profile._prompts(rows, found).tolist()[0] == first
+    file.write_text(" \n")
+    with pytest.raises(DataError, match="holds no text"):
         profile._prompts(options, found)
 
 

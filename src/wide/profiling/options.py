@@ -21,8 +21,8 @@ class ProfileOptions:
         comparison: Folder of a wide compare: what each of its cells keeps is timed, one after the other, into the
             cell's folder; wide report draws the comparison's quality against its speed. Cells that were timed before
             are left alone.
-        text: File whose beginning is the prompt, so that an adapter's routers decide as they do on text; null takes
-            random tokens.
+        text: Text, as wide eval --data takes it, whose beginning is the prompt, so that an adapter's routers decide as
+            they do on text; null takes random tokens.
         shape: Model with random weights: llama-3.1-8b or tiny; null means llama-3.1-8b. Not with a model.
         layers: Only so many layers of the shape; null means all. Not with a model.
         batch: Sequences, one or more numbers separated by commas.

@@ -41,8 +41,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from wide.config import WideConfig
+from wide.data.corpus import load_documents
 from wide.data.tokenizer import load_tokenizer
-from wide.errors import ConfigError
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
 from wide.inference.engine.layer import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
@@ -111,10 +111,12 @@ def _prompts(options: ProfileOptions, model: Any) -> Tensor:
     batch, count, device = max(options.batches), max(options.prompts), model.device
     if options.text is None or options.model is None:
         return torch.randint(0, model.config.vocab_size, (batch, count), device=device)
-    text = Path(options.text).read_text(encoding="utf-8")
-    if not text.strip():
-        raise ConfigError(f"{options.text} holds no text to make prompts of")
-    ids = torch.tensor(load_tokenizer(options.model)(text)["input_ids"], device=device)
+    tokenizer, texts = load_tokenizer(options.model), list[str]()
+    for document in load_documents(options.text, tokenizer=tokenizer):
+        texts.append(document.text)
+        if sum(map(len, texts)) > 16 * batch * count:
+            break
+    ids = torch.tensor(tokenizer("\n\n".join(texts))["input_ids"], device=device)
     # Sequences that are alike would skip alike, which batches do not.
     starts = torch.arange(batch, device=device) * max(1, ids.numel() // batch)
     rows = ids[(starts[:, None] + torch.arange(count, device=device)) % ids.numel()]
