@@ -6,7 +6,9 @@ Usage: python tools/compare_on_gpus.py --gpus 0,1 --per_gpu 5 --output RUNS CONF
 Each configuration is a comparison of its own in RUNS/<name of the file>, which the processes share by `--shard next`.
 FLAGS go to every `wide compare`; configurations among them (`-- --config common.yaml --model M`) are read before each
 CONFIG, which is laid over them. A process takes up the first configuration that has more cells left than processes,
-and the next one when it finds nothing free, so that no GPU waits for the last cells of a configuration.
+and the next one when it finds nothing free, so that no GPU waits for the last cells of a configuration. Processes on
+one GPU take turns, and what waits for it after every small step suffers: beside three trainings of 1.5 B clustering
+took twenty times as long, scoring three times.
 
 After `--seconds`, on SIGTERM and on Ctrl-C all processes are told to end: training writes a checkpoint, finished cells
 are kept, and the same command goes on from there. A second signal, or the end of `--grace`, kills. What the processes
