@@ -26,6 +26,7 @@ from wide.evaluation.perplexity import exp_or_infinity
 from wide.evaluation.tasks import ELSEWHERE, PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
 from wide.models.attach import is_attached
 from wide.models.cost import SkipCounter, Sparsity
+from wide.models.having import having
 from wide.models.observe import judging, model_device, own_randomness
 from wide.standard_error import perplexity_stderr
 
@@ -238,15 +239,8 @@ def _without_waste(lm_eval: Any) -> Iterator[None]:
     """Keep the harness from what takes it minutes and serves nobody here; scores are the same."""
     from lm_eval.utils import env
 
-    evaluator = lm_eval.evaluator
-    describe, find_commit = evaluator.add_env_info, evaluator.get_git_commit_hash
-    # It compiles templates anew for every item, and lists the installed packages after every task.
-    env.from_string = cache(env.from_string)
-    evaluator.add_env_info = lambda storage: None
-    # Outside of a repository, git's answer ends on the terminal as a fatal error.
-    evaluator.get_git_commit_hash = lambda: None
-    try:
+    # It compiles templates anew for every item, and lists the installed packages after every task. Outside of a
+    # repository, git's answer ends on the terminal as a fatal error.
+    nothing = {"add_env_info": lambda storage: None, "get_git_commit_hash": lambda: None}
+    with having(env, from_string=cache(env.from_string)), having(lm_eval.evaluator, **nothing):
         yield
-    finally:
-        evaluator.add_env_info, evaluator.get_git_commit_hash = describe, find_commit
-        del env.from_string

@@ -38,6 +38,7 @@ from wide.models.attach import attach, attachment
 from wide.models.card import PLACE, finish_folder
 from wide.models.files import check_sums, write_sums
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
+from wide.models.having import having
 from wide.models.plan_check import check_tensors, placeholder_tensors
 from wide.models.pretrained import (
     LOADING,
@@ -119,11 +120,8 @@ class PrunedMixin(nn.Module):
                 )
             _save_file_by_file(self, save, folder, **options)
         else:
-            self._upload_modified_files = finish_and_upload
-            try:
+            with having(self, _upload_modified_files=finish_and_upload):
                 save(save_directory, **options)
-            finally:
-                del self._upload_modified_files
         if options.get("is_main_process", True) and is_first_process():
             self._finish(folder)
 
@@ -174,11 +172,8 @@ class WideMixin(PrunedMixin):
         # Thresholds lie in the configuration.
         ignored, named = self._keys_to_ignore_on_save, self.named_modules()
         thresholds = {f"{name}.{THRESHOLD_NAME}" for name, module in named if isinstance(module, Router)}
-        self._keys_to_ignore_on_save = {*(ignored or ()), *thresholds}
-        try:
+        with having(self, _keys_to_ignore_on_save={*(ignored or ()), *thresholds}):
             super().save_pretrained(save_directory, **options)
-        finally:
-            self._keys_to_ignore_on_save = ignored
 
     def wide_detached(self) -> None:
         """Take the classes of the family, so that the model saves as what it is without a plan."""
@@ -338,7 +333,6 @@ def _save_file_by_file(
     model: nn.Module, save: Callable[..., None], folder: Path, max_shard_size: int | str = "5GB", **options: Any
 ) -> None:
     """Write what `save` writes of a sharded model, gathering the tensors of one file at a time."""
-    config = cast(Any, model.config)
     reshard(model)
     unique = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
@@ -347,8 +341,7 @@ def _save_file_by_file(
     split = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     places: dict[str, str] = {}
     # What transformers saves by its own means it gathers whole on the first process.
-    config.distributed_config, own = None, getattr(config, "distributed_config", None)
-    try:
+    with having(model.config, distributed_config=None):
         for file, names in split.filename_to_tensors.items():
             tensors = {name: whole(state[name]).cpu() for name in names}
             if is_first_process():
@@ -360,8 +353,6 @@ def _save_file_by_file(
                 for other in part.iterdir():
                     other.replace(folder / other.name)
                 part.rmdir()
-    finally:
-        config.distributed_config = own
     if is_first_process() and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -23,9 +23,10 @@ from wide.evaluation.perplexity import window_losses
 from wide.methods.calibration import num_predicted
 from wide.methods.method import Effort
 from wide.models.attach import is_attached
-from wide.models.block_spec import BlockSpec, feed_forward, require_own_keys, standing_in
+from wide.models.block_spec import BlockSpec, feed_forward, require_own_keys
 from wide.models.discovery import discover
 from wide.models.gates import input_of
+from wide.models.having import having
 from wide.models.observe import judging, model_device
 from wide.plan import Dense, Half, LayerPlan, Plan, Skipped
 
@@ -107,7 +108,7 @@ class BlockGates:
             for number in np.flatnonzero(~keep):
                 _, part = self.specs[number // 2].sublayers()[number % 2]
                 nothing = lambda *args, **kwargs: (torch.zeros_like(input_of(args, kwargs)), None)  # noqa: E731
-                stack.enter_context(standing_in(part.module, torch.zeros_like if number % 2 else nothing))
+                stack.enter_context(having(part.module, forward=torch.zeros_like if number % 2 else nothing))
             yield
 
     def dense_nll(self) -> float:
@@ -147,7 +148,7 @@ class BlockGates:
         """Let every layer before the start return the output of the last of them; note the others' outputs."""
         with ExitStack() as stack:
             for spec in self.specs[: prefix.start]:
-                stack.enter_context(standing_in(spec.layer, lambda *_args, **_kwargs: prefix.outputs[prefix.start - 1]))
+                stack.enter_context(having(spec.layer, forward=lambda *_, **__: prefix.outputs[prefix.start - 1]))
             for spec in self.specs[prefix.start :]:
                 hook = functools.partial(prefix.note, spec.index)
                 stack.callback(spec.layer.register_forward_hook(hook).remove)

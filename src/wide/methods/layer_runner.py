@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from wide.errors import DataError
-from wide.models.block_spec import BlockSpec, standing_in
+from wide.models.block_spec import BlockSpec
 from wide.models.gates import hidden_of, input_of
+from wide.models.having import having
 
 Observer = Callable[[Tensor], None]
 """Receives the input of a module, `[..., C]` in the model's dtype, once per micro-batch."""
@@ -67,7 +68,7 @@ class LayerRunner:
             for spec in self.specs:
                 hooks.enter_context(spec.layer.register_forward_pre_hook(note, with_kwargs=True))
             for spec in self.specs[1:]:
-                hooks.enter_context(standing_in(spec.layer, lambda *_args, **_kwargs: outputs[0]))
+                hooks.enter_context(having(spec.layer, forward=lambda *_args, **_kwargs: outputs[0]))
             hooks.enter_context(self.specs[0].layer.register_forward_hook(lambda *of: outputs.append(of[2])))
             _run_until_stopped(lambda: model(input_ids=ids, use_cache=False))
         self._calls.append(calls)

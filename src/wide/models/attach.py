@@ -25,6 +25,7 @@ from wide.models.gates import (
     install_attention_gates,
     skip_output,
 )
+from wide.models.having import having
 from wide.models.plan_check import attention_group_sizes, check_plan
 from wide.models.pretrained import (
     PRUNED_PREFIX,
@@ -248,7 +249,7 @@ def _install_batch_threads() -> None:
             values, loop = dict(vars(control)), manager._run_generation_loop
 
             def run(*args: Any, **kwargs: Any) -> Any:
-                with control.having(**values):
+                with having(control, **values):
                     return loop(*args, **kwargs)
 
             manager._run_generation_loop = run

@@ -1,7 +1,6 @@
 """The parts of one decoder layer by role, with their sizes, and what is asked of them before they are changed."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -137,17 +136,3 @@ def plain_linear(module: nn.Module | None, layer: int) -> nn.Linear:
         f"layer {layer}: a projection {what}; load the model unquantised, unsharded and without offloading, and merge "
         "LoRA first (quantise what comes out, not what goes in)"
     )
-
-
-@contextmanager
-def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `forward` answer for a module inside the block; unlike a hook on its output it spares the module's work."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own

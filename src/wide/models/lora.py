@@ -4,7 +4,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
 from wide.models.attach import attachment, is_attached
+from wide.models.having import having
 from wide.models.plan_check import misfit
 from wide.models.pretrained import peft_adapters, require_in_memory
 from wide.models.sharding import reshard
@@ -175,16 +176,12 @@ def has_merged_lora(model: nn.Module) -> bool:
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
     """Run the forwards inside the block without the LoRA updates, if there are any (they must not be merged)."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    before = [layer._disable_adapters for layer in layers]
-    # PEFT's own switch also turns requires_grad off and on again, which would undo frozen parts.
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            # PEFT's own switch also turns requires_grad off and on again, which would undo frozen parts.
+            if hasattr(module, "_disable_adapters"):
+                stack.enter_context(having(module, _disable_adapters=True))
         yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer._disable_adapters = value
 
 
 def copy_strictly(parameters: dict[str, nn.Parameter], state: dict[str, Tensor], what: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
+from wide.models.having import having
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting, Routing
 
@@ -74,7 +75,7 @@ def observe(model: nn.Module) -> Iterator[list[LayerRouting]]:
     """
     state = attachment(model)
     routing = [LayerRouting() for _ in state.specs]
-    with state.control.having(observed=routing):
+    with having(state.control, observed=routing):
         yield routing
 
 
@@ -113,7 +114,7 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
     state = attachment(model)
     if len(masks) != len(state.specs):
         raise ShapeError(f"masks for {len(masks)} layers were given, the model has {len(state.specs)}")
-    with state.control.having(forced=list(masks), forced_position={}):
+    with having(state.control, forced=list(masks), forced_position={}):
         yield
 
 
@@ -128,5 +129,5 @@ def bypass(*models: nn.Module) -> Iterator[None]:
         for state in map(attachment, models):
             if state.originals_lost:
                 raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
-            stack.enter_context(state.control.having(enabled=False))
+            stack.enter_context(having(state.control, enabled=False))
         yield

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.grouping import divisors
-from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, require_own_keys, standing_in
+from wide.models.block_spec import AttentionSpec, BlockSpec, feed_forward, require_own_keys
 from wide.models.gates import hidden_of
+from wide.models.having import having
 from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, scale_name
 
 _ORTHONORMAL_TO = 1e-3
@@ -164,8 +165,8 @@ def _run_with(spec: BlockSpec, attention: Tensor, ffn: Tensor) -> Tensor | None:
     layer: Any = spec.layer
     with (
         torch.no_grad(),
-        standing_in(spec.attention.module, lambda *_, **__: (attention, None)),
-        standing_in(spec.ffn.module, lambda *_, **__: ffn),
+        having(spec.attention.module, forward=lambda *_, **__: (attention, None)),
+        having(spec.ffn.module, forward=lambda *_, **__: ffn),
     ):
         try:
             return hidden_of(layer.forward(stream))

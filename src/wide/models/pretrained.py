@@ -5,8 +5,8 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -19,6 +19,7 @@ from wide.data.local_names import as_transformers_takes, is_gguf, missing_folder
 from wide.errors import ConfigError, UnsupportedModelError, is_out_of_memory
 from wide.models.block_spec import BlockSpec
 from wide.models.files import check_sums
+from wide.models.having import having
 from wide.models.sharding import reshard, whole
 from wide.schema import Between, typed
 
@@ -69,7 +70,7 @@ def load_pretrained(
         AdapterError: If it is an export whose weights are not those that were written, or an index is damaged.
     """
     import transformers
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, modeling_utils
     from transformers.utils import cached_file
 
     if options.get("device_map") is not None and device is not None:
@@ -105,7 +106,9 @@ def load_pretrained(
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     options |= more | {"dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype, "use_safetensors": True}
     try:
-        with LOADING, _reading() if sharded else nullcontext():
+        # What is mapped counts as memory of the process until the file is closed; what is read, until it is converted.
+        read: Any = lambda *given, **how: safe_open(*given, **how | {"backend": "pread"})  # noqa: E731
+        with LOADING, having(modeling_utils, safe_open=read) if sharded else nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(place, **options | REPORTING)
     except ValueError as error:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -179,26 +182,6 @@ def misloaded(info: Mapping[str, Any]) -> str | None:
         if keys
     ]
     return "; ".join(words) or None
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Have transformers read files inside the block where it would map them.
-
-    What is mapped counts as memory of the process until the file is closed; what is read, until it is converted.
-    """
-    from transformers import modeling_utils
-
-    mapped: Any = modeling_utils.safe_open
-
-    def read(*args: Any, **options: Any) -> Any:
-        return mapped(*args, **options | {"backend": "pread"})
-
-    modeling_utils.safe_open = read
-    try:
-        yield
-    finally:
-        modeling_utils.safe_open = mapped
 
 
 def peft_adapters(model: nn.Module) -> list[str]:

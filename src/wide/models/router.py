@@ -2,8 +2,6 @@
 
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,16 +53,6 @@ class RoutingControl(threading.local):
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies and pickles begin anew."""
         return type(self), (self.sampling,)
-
-    @contextmanager
-    def having(self, **values: Any) -> Iterator[None]:
-        """Give this thread other values inside the block."""
-        before = {name: getattr(self, name) for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(before)
 
 
 class Router(nn.Module):

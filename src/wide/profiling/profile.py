@@ -48,7 +48,7 @@ from wide.inference.engine.layer import ForwardOptions
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached, plan_of
-from wide.models.block_spec import standing_in
+from wide.models.having import having
 from wide.models.lora import merge_lora
 from wide.models.observe import now
 from wide.models.pretrained import load_pretrained
@@ -254,7 +254,7 @@ class _Profile:
         self.cut_bytes = torch.cuda.memory_allocated() - held
         before = torch.cuda.memory_allocated()
         # Masked, and already with the weights that the engine has.
-        with standing_in(self.model, partial(type(self.model).forward, self.model)):
+        with having(self.model, forward=partial(type(self.model).forward, self.model)):
             is_trained = self.options.adapter is not None
             known = reference(self.model, self.prompt, trained=is_trained, by_layer=weights == "w8a8")
         held = torch.cuda.memory_allocated() - before

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from wide.errors import ConfigError, WideError
 from wide.inference.optimize import optimize
 from wide.models.attach import attachment, is_attached
 from wide.models.cost import SkipCounter
+from wide.models.having import having
 from wide.models.lora import merge_lora
 from wide.models.observe import forward_without_head, judging, observe, own_randomness
 from wide.runs.settings import GenerationOptions, InferenceOptions
@@ -49,18 +50,12 @@ def kept_settings(config: GenerationConfig, names: Sequence[str] = ()) -> Genera
     return GenerationConfig(**{name: getattr(config, name, None) for name in names})
 
 
-@contextmanager
-def own_settings(model: Any) -> Iterator[None]:
+def own_settings(model: Any) -> AbstractContextManager[None]:
     """Leave of a model's generation configuration its special tokens alone, for a while.
 
     Whatever a call leaves open `generate` takes from there: beams, penalties, kinds of output.
     """
-    before = model.generation_config
-    model.generation_config = kept_settings(before)
-    try:
-        yield
-    finally:
-        model.generation_config = before
+    return having(model, generation_config=kept_settings(model.generation_config))
 
 
 def stops(tokenizer: Any, strings: str | Sequence[str] | None, start: int) -> StoppingCriteriaList:

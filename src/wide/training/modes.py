@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from wide.data.progress import without_bars
 from wide.models.attach import attachment
-from wide.models.block_spec import BlockSpec, standing_in
+from wide.models.block_spec import BlockSpec
 from wide.models.gates import PENDING_NAME, Gate
+from wide.models.having import having
 from wide.models.router import RoutingControl
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting
@@ -100,8 +101,7 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
             one function.
     """
     specs, control = attachment(model).specs, attachment(model).control
-    own = [bool(getattr(spec.layer, _CHECKPOINTING, False)) for spec in specs]
-    recompute = recompute or any(own)
+    recompute = recompute or any(getattr(spec.layer, _CHECKPOINTING, False) for spec in specs)
     if not recompute and not fuse:
         yield
         return
@@ -117,29 +117,24 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
     else:
         run = torch.compile(_run_layer, fullgraph=True, dynamic=False) if fuse else _run_layer
         stands_in = {s.layer: _LayerRun(control, s, run, recompute=recompute, fuse=fuse) for s in specs}
-    for spec in specs:
-        setattr(spec.layer, _CHECKPOINTING, False)
-    try:
-        with ExitStack() as settings:
-            for module, forward in stands_in.items():
-                settings.enter_context(standing_in(module, forward))
-            for parameter in model.parameters():
-                if replays and parameter.requires_grad:
-                    # The next replay writes where this one's gradients lie, and steps may add up several.
-                    settings.callback(parameter.register_hook(torch.clone).remove)
-            if fuse:
-                settings.enter_context(torch._dynamo.config.patch(recompile_limit=_GRAPHS))
-                # Its advice is not for routers, whose small float32 products are meant.
-                settings.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-                # What routers read is made again from the stream before the norm, rather than kept beside it.
-                settings.enter_context(torch._functorch.config.patch(ban_recompute_materialized_backward=False))
-            yield
-    finally:
-        for spec, was_on in zip(specs, own, strict=True):
-            setattr(spec.layer, _CHECKPOINTING, was_on)
+    with ExitStack() as settings:
+        for spec in specs:
+            settings.enter_context(having(spec.layer, **{_CHECKPOINTING: False}))
         if fuse:
-            torch.compiler.reset()
+            settings.callback(torch.compiler.reset)
+            settings.enter_context(torch._dynamo.config.patch(recompile_limit=_GRAPHS))
+            # Its advice is not for routers, whose small float32 products are meant.
+            settings.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            # What routers read is made again from the stream before the norm, rather than kept beside it.
+            settings.enter_context(torch._functorch.config.patch(ban_recompute_materialized_backward=False))
+        for module, forward in stands_in.items():
+            settings.enter_context(having(module, forward=forward))
+        for parameter in model.parameters():
+            if replays and parameter.requires_grad:
+                # The next replay writes where this one's gradients lie, and steps may add up several.
+                settings.callback(parameter.register_hook(torch.clone).remove)
+        yield
 
 
 def _fused_with_gradient(forward: Callable[..., Any], *, replays: bool) -> Callable[..., Any]:
@@ -180,7 +175,7 @@ class _LayerRun:
         def once(*args: Any, **kwargs: Any) -> Any:
             for gate, residual in zip(self._gates, residuals, strict=True):
                 gate.residual.value = residual
-            with self._control.having(**again):
+            with having(self._control, **again):
                 return self._run(self._layer, self._replaced, self._control, *args, **kwargs)
 
         if self._recompute:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from wide.data.batches import IGNORED
-from wide.models.block_spec import standing_in
 from wide.models.discovery import scale_and_cap
+from wide.models.having import having
 
 # 256 MiB of float32 a chunk: enough rows to keep a GPU busy with the product.
 ELEMENTS_PER_CHUNK = 1 << 26
@@ -86,7 +86,7 @@ class OutputHead:
             read.append(states)
             return probe.to(states.dtype)
 
-        with standing_in(self._linear, forward):
+        with having(self._linear, forward=forward):
             found = run(**inputs).logits
         if self._is_all is None:
             # FSDP gathers the head with the last norm and leaves both whole until the backward; other ways to lay it

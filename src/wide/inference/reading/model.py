@@ -16,6 +16,7 @@ from wide.inference.reading.weights import LayerWeights, Norm, read_layer, read_
 from wide.models.attach import attachment
 from wide.models.block_spec import BlockSpec
 from wide.models.discovery import scale_and_cap
+from wide.models.having import having
 from wide.models.pretrained import peft_adapters
 from wide.plan import EMBEDDING_BASIS, Following, Plan, Routed, Skipped
 
@@ -183,7 +184,7 @@ def require_same_outputs(model: nn.Module, runs: Callable[[Tensor], Tensor], max
     )
     ids = ids.to(weight.device)
     state = attachment(model)
-    with torch.no_grad(), state.control.having(enabled=not state.plan.is_routed):
+    with torch.no_grad(), having(state.control, enabled=not state.plan.is_routed):
         wanted = whole(ids, use_cache=False).logits.float()
     error = ((runs(ids).float() - wanted).norm() / wanted.norm()).item()
     if not error <= _TOLERANCE[weight.dtype]:
