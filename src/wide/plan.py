@@ -106,12 +106,16 @@ Half = Dense | Skipped | Kept | Routed | Following
 class LayerPlan:
     """What the two halves of one decoder layer run."""
 
-    attention: Half
-    ffn: Half
+    attention: Half = Dense()
+    ffn: Half = Dense()
 
     def halves(self) -> tuple[tuple[str, Half], tuple[str, Half]]:
         """Return the halves by name, in the order in which they run."""
         return ("attention", self.attention), ("ffn", self.ffn)
+
+
+GONE = LayerPlan(attention=Skipped(), ffn=Skipped())
+"""A layer that is left out whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,10 @@ from wide.models.attach import TRAINED_ON, attachment, detach, trained_on
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear, require_own_keys
 from wide.models.discovery import discover
 from wide.models.lora import merge_lora
-from wide.plan import EMBEDDING_BASIS, Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
+from wide.plan import EMBEDDING_BASIS, GONE, Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 How = Literal["sliced", "masked"]
-_WHOLE = LayerPlan(attention=Dense(), ffn=Dense())
-_GONE = LayerPlan(attention=Skipped(), ffn=Skipped())
 # Deleting layers sets them anew, or they say nothing about what a layer computes.
 _FREE = ("training", "layer_idx")
 
@@ -93,7 +91,7 @@ def _check_static(plan: Plan, how: How) -> None:
         raise UnsupportedModelError(
             "a residual stream that changes its basis cannot be written as zeros in the dense shapes; use how='sliced'"
         )
-    if all(layer == _GONE for layer in plan.layers):
+    if all(layer == GONE for layer in plan.layers):
         raise ConfigError("the plan skips every layer; a model needs at least one, so lower the sparsity")
 
 
@@ -125,7 +123,7 @@ def _check_structure(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], h
     kept = _layers_left(plan)
     if len(kept) < len(specs):
         _check_deletable(model, len(specs), kept)
-    if plan.stream is not None or any(layer not in (_WHOLE, _GONE) for layer in plan.layers):
+    if plan.stream is not None or any(layer not in (LayerPlan(), GONE) for layer in plan.layers):
         generated_classes(family_of(model), SlicedMixin)
 
 
@@ -168,7 +166,7 @@ def _each_layer(plan: Plan, specs: Sequence[BlockSpec]) -> Iterator[tuple[BlockS
 
 def _layers_left(plan: Plan) -> list[int]:
     # A layer that adds nothing to a projected stream still changes its basis.
-    return [index for index, layer in enumerate(plan.layers) if plan.stream is not None or layer != _GONE]
+    return [index for index, layer in enumerate(plan.layers) if plan.stream is not None or layer != GONE]
 
 
 def _fold(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor]) -> None:

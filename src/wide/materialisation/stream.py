@@ -9,6 +9,7 @@ Source: SliceGPT (Ashkboos et al., 2024).
 """
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ from wide.plan import EMBEDDING_BASIS, basis_name
 
 # A vocabulary in float64 would need several times the memory of the model's embedding.
 _ROWS_AT_ONCE = 8192
-_cut_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 Bases = tuple[Tensor, Tensor, Tensor | None]
 """Orthonormal columns `[D, D']` before a layer, after its attention and after its FFN (None: all of D stays)."""
@@ -141,12 +141,11 @@ def norm_scales(spec: BlockSpec) -> tuple[Tensor, Tensor]:
     return _norm_scale(spec, spec.attention.pre_norm), _norm_scale(spec, feed_forward(spec).pre_norm)
 
 
+@functools.cache
 def _with_cut_stream(layer_class: type[nn.Module]) -> type[nn.Module]:
-    if layer_class not in _cut_classes:
-        # The name stays: transformers finds the layers that must not be split over devices by it.
-        members = {"__module__": __name__, "__doc__": CutStreamForward.__doc__}
-        _cut_classes[layer_class] = type(layer_class.__name__, (CutStreamForward, layer_class), members)
-    return _cut_classes[layer_class]
+    # The name stays: transformers finds the layers that must not be split over devices by it.
+    members = {"__module__": __name__, "__doc__": CutStreamForward.__doc__}
+    return type(layer_class.__name__, (CutStreamForward, layer_class), members)
 
 
 def _eps(norm: nn.Module, index: int) -> float:

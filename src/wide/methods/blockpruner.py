@@ -19,7 +19,7 @@ from wide.methods.catalogue import BlockPrunerConfig
 from wide.methods.method import Decision, Target
 from wide.models.block_spec import BlockSpec
 from wide.models.cost import costs
-from wide.plan import Dense, LayerPlan, Plan, Skipped
+from wide.plan import LayerPlan, Plan, Skipped
 
 _ORIGINAL_TOKENS = 256 * 2048
 
@@ -65,7 +65,7 @@ def greedy_steps(gates: BlockGates, shares: Sequence[float] | None = None, spars
 
 def shares_of_work(specs: Sequence[BlockSpec]) -> list[float]:
     """Return the share of the matrix-product work of all layers that each sublayer has, K and V included, `[2L]`."""
-    without_attention = Plan(tuple(LayerPlan(attention=Skipped(), ffn=Dense()) for _ in specs))
+    without_attention = Plan(tuple(LayerPlan(attention=Skipped()) for _ in specs))
     layers = costs(specs, without_attention, 0).layers
     total = sum(layer.total for layer in layers)
     attention = [layer.removed + layer.removed_kv for layer in layers]

@@ -13,7 +13,7 @@ from wide.methods.catalogue import Match
 from wide.models.attach import plan_of
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.cost import costs
-from wide.plan import Dense, LayerPlan, Plan, Routed
+from wide.plan import LayerPlan, Plan, Routed
 from wide.schema import Between, Checked
 
 
@@ -70,7 +70,7 @@ Decide = Callable[[nn.Module, TokenBlocks, Target, Any], Decision]
 
 def dense_plan(num_layers: int) -> Plan:
     """Return the plan that leaves every sublayer as it is."""
-    return Plan(tuple(LayerPlan(attention=Dense(), ffn=Dense()) for _ in range(num_layers)))
+    return Plan((LayerPlan(),) * num_layers)
 
 
 def sublayer_plan(specs: Sequence[BlockSpec], **router: Any) -> Plan:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from wide.config import WideConfig
 from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedModelError
 from wide.grouping import Grouping, divisors
-from wide.models.block_spec import AttentionSpec, BlockSpec, FeedForwardSpec, feed_forward
+from wide.models.block_spec import BlockSpec, FeedForwardSpec, feed_forward
 from wide.models.discovery import discover
 from wide.models.eviction import EvictingGate, FirstTokens
 from wide.models.gates import (
@@ -147,17 +147,27 @@ def plan_for(config: WideConfig, specs: Sequence[BlockSpec]) -> Plan:
     router: dict[str, Any] = {"router_input": config.router_input, "bias": config.router_bias}
 
     def routed(spec: BlockSpec, name: str) -> Routed:
-        is_ffn = name == "ffn"
-        grouping = _ffn_grouping(config, feed_forward(spec)) if is_ffn else _attention_grouping(config, spec.attention)
-        return Routed(grouping=grouping, rank=config.router_rank, **router)
+        attention = spec.attention
+        if name == "ffn":
+            width, size = feed_forward(spec).width, config.ffn_group_size
+            legal, what = [d for d in divisors(width) if d >= 8 or d == size], f"divide the FFN width {width}"
+        else:
+            width, size = attention.query_width, config.attention_group_size or attention.kv_group_size
+            legal = attention_group_sizes(attention)
+            what = (
+                f"fit {attention.num_query_heads} query heads of {attention.head_dim} over {attention.num_kv_heads} KV "
+                "heads"
+            )
+        if size not in legal:
+            raise ShapeError(f"{name}_group_size {size} does not {what}; choose one of {legal} channels")
+        return Routed(grouping=Grouping(width, size), rank=config.router_rank, **router)
 
     return plan_of(specs, routed)
 
 
 def plan_of(specs: Sequence[BlockSpec], half: Callable[[BlockSpec, str], Half]) -> Plan:
     """Return the plan of what `half` says of each layer's 'attention' and 'ffn'; FFNs of unknown kinds stay dense."""
-    known = [{name: half(spec, name) for name, _ in spec.sublayers()} for spec in specs]
-    return Plan(tuple(LayerPlan(**{"ffn": Dense()} | halves) for halves in known))
+    return Plan(tuple(LayerPlan(**{name: half(spec, name) for name, _ in spec.sublayers()}) for spec in specs))
 
 
 def attach(
@@ -330,26 +340,6 @@ def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:
     for count in counts:
         decoder = getattr(model, "base_model", model)
         state.handles.append(decoder.register_forward_pre_hook(FirstTokens(state.control, count), with_kwargs=True))
-
-
-def _attention_grouping(config: WideConfig, spec: AttentionSpec) -> Grouping:
-    size = config.attention_group_size or spec.kv_group_size
-    legal = attention_group_sizes(spec)
-    if size not in legal:
-        raise ShapeError(
-            f"attention_group_size {size} does not fit {spec.num_query_heads} query heads of {spec.head_dim} over "
-            f"{spec.num_kv_heads} KV heads; choose one of {legal} channels"
-        )
-    return Grouping(spec.query_width, size)
-
-
-def _ffn_grouping(config: WideConfig, spec: FeedForwardSpec) -> Grouping:
-    if spec.width % config.ffn_group_size:
-        raise ShapeError(
-            f"ffn_group_size {config.ffn_group_size} does not divide the FFN width {spec.width}; choose one of "
-            f"{[d for d in divisors(spec.width) if d >= 8]}"
-        )
-    return Grouping(spec.width, config.ffn_group_size)
 
 
 def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor], state: Attachment) -> None:

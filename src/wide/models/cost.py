@@ -12,12 +12,10 @@ from wide.models.attach import Attachment, attachment
 from wide.models.block_spec import AttentionSpec, BlockSpec
 from wide.models.observe import observe
 from wide.models.pretrained import is_added
-from wide.plan import Dense, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
+from wide.plan import GONE, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 from wide.routing import Routing
 
 Measure = Literal["mean", "linear_flops", "attention", "ffn"]
-_DENSE = LayerPlan(attention=Dense(), ffn=Dense())
-_SKIPPED = LayerPlan(attention=Skipped(), ffn=Skipped())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +277,7 @@ class _Matrix(NamedTuple):
 
 
 def _layer_cost(spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | None) -> LayerCost:
-    dense = _matrices(spec, _DENSE)
+    dense = _matrices(spec, LayerPlan())
     left = _matrices(spec, layer, stream=plan.stream, heads=heads, is_last=spec.index == len(plan.layers) - 1)
     evicts = isinstance(layer.attention, Routed) and layer.attention.evicts
     key_value = _weights(left, "key", "value")
@@ -292,7 +290,7 @@ def _layer_cost(spec: BlockSpec, layer: LayerPlan, plan: Plan, heads: Tensor | N
         ffn = _weights(left, "gate", "up", "down")
     removed_kv = _weights(dense, "key", "value") - key_value
     removed = _projection_parameters(dense) - _projection_parameters(left)
-    is_gone = plan.stream is None and layer == _SKIPPED
+    is_gone = plan.stream is None and layer == GONE
     other = 2.0 * _other_weights(spec)
     return LayerCost(
         attention=2.0 * attention,
