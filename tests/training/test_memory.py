@@ -154,11 +154,13 @@ def test_what_the_first_step_takes_once_does_not_grow_with_the_step(monkeypatch,
     source.num_tokens = 1600
 
     def train(clock):
-        # 10 seconds once, and 2 for a step of a quarter of the work.
-        clock.times += [0.0, 12.0, 14.0]
-        clock.note = lambda: clock.times.append(16.0)
+        for step in range(3):
+            clock.batch_at(step, batch_size=1)
         return SimpleNamespace(peak_memory_bytes=None)
 
+    # 10 seconds once, and 2 for a step of a quarter of the work.
+    times = iter([0.0, 12.0, 14.0, 16.0])
+    monkeypatch.setattr(forecast, "now", lambda _device: next(times))
     monkeypatch.setattr(
         forecast, "Trainer", lambda _model, _loss, clock, *_, **__: SimpleNamespace(train=lambda: train(clock))
     )

@@ -104,7 +104,7 @@ def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | 
         past.weight = nn.Parameter(shortcut.to(output.weight.dtype).contiguous(), requires_grad=False)
         setattr(layer, ("attention_shortcut", "ffn_shortcut")[position], past)
     layer.names = names  # type: ignore[assignment]
-    layer.__class__ = _with_cut_stream(type(layer))
+    layer.__class__ = _with_cut_stream(type(layer))  # type: ignore[arg-type]
 
 
 def rotate_embedding(model: nn.Module, basis: Tensor) -> None:

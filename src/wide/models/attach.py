@@ -14,7 +14,7 @@ from wide.errors import ConfigError, NotAttachedError, ShapeError, UnsupportedMo
 from wide.grouping import Grouping, divisors
 from wide.models.block_spec import BlockSpec, FeedForwardSpec, feed_forward
 from wide.models.discovery import discover
-from wide.models.eviction import EvictingGate, FirstTokens
+from wide.models.eviction import EvictingGate, note_first_tokens
 from wide.models.gates import (
     GATE_NAME,
     PENDING_NAME,
@@ -339,7 +339,8 @@ def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:
         raise ShapeError(f"all routers of a plan protect as many first tokens or none, this one says {sorted(counts)}")
     for count in counts:
         decoder = getattr(model, "base_model", model)
-        state.handles.append(decoder.register_forward_pre_hook(FirstTokens(state.control, count), with_kwargs=True))
+        note = partial(note_first_tokens, state.control, count)
+        state.handles.append(decoder.register_forward_pre_hook(note, with_kwargs=True))
 
 
 def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tensor], state: Attachment) -> None:

@@ -76,27 +76,25 @@ class EvictingGate(Gate):
         return gate_heads((output[..., :width].float() / seen).to(value.dtype), mask), weights
 
 
-class FirstTokens:
-    """A forward pre-hook (with keyword arguments) on a decoder: notes which tokens are a sequence's first `count`."""
+def note_first_tokens(
+    control: RoutingControl, count: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Note which tokens of a decoder's coming forward are a sequence's first `count` (a pre-hook but for those two).
 
-    def __init__(self, control: RoutingControl, count: int) -> None:
-        self._control = control
-        self._count = count
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set `RoutingControl.first` for the coming forward; padding on the left does not count."""
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        batch, length = tokens.shape[:2]
-        valid, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        is_2d = isinstance(valid, Tensor) and valid.dim() == 2
-        # Packed sequences, as of continuous batching, and masks made for a static cache come with positions.
-        if is_2d or positions is None:
-            cache = cache_of(kwargs)
-            past = 0 if cache is None else int(cache.get_seq_length())
-            counted: Any = valid if is_2d else tokens.new_ones(batch, past + length)
-            positions = counted.to(torch.int64).cumsum(-1)[:, past : past + length] - 1
-        self._control.first = positions < self._count
+    Padding on the left does not count.
+    """
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+    batch, length = tokens.shape[:2]
+    valid, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    is_2d = isinstance(valid, Tensor) and valid.dim() == 2
+    # Packed sequences, as of continuous batching, and masks made for a static cache come with positions.
+    if is_2d or positions is None:
+        cache = cache_of(kwargs)
+        past = 0 if cache is None else int(cache.get_seq_length())
+        counted: Any = valid if is_2d else tokens.new_ones(batch, past + length)
+        positions = counted.to(torch.int64).cumsum(-1)[:, past : past + length] - 1
+    control.first = positions < count
 
 
 class _GatedCache:

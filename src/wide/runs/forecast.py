@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
 
 from wide.config import ObjectiveConfig, RecoverConfig, StageConfig
-from wide.data.batches import BatchSource, TokenBatch, TokenBlocks
+from wide.data.batches import TokenBatch, TokenBlocks
 from wide.evaluation.evaluate import evaluate
 from wide.methods.method import dense_plan
 from wide.models.attach import attach, attachment, plan_for
@@ -38,21 +39,6 @@ from wide.training.trainer import Trainer, micro_batch_size
 _STEPS = 3
 # A step that would take a CPU minutes is tried with fewer and shorter sequences.
 _MOST_FLOPS_ON_CPU = 1e12
-
-
-class _Clocked:
-    """A source of batches that notes when each step asks for its own."""
-
-    def __init__(self, source: BatchSource, device: torch.device) -> None:
-        self._source, self._device = source, device
-        self.times: list[float] = []
-
-    def batch_at(self, step: int, *, batch_size: int, rank: int = 0, world: int = 1) -> TokenBatch:
-        self.note()
-        return self._source.batch_at(step, batch_size=batch_size, rank=rank, world=world)
-
-    def note(self) -> None:
-        self.times.append(now(self._device))
 
 
 class Forecast:
@@ -182,14 +168,20 @@ def stage_seconds(
             tried = replace(tried, sequence_length=tried.sequence_length // 2)
         else:
             break
-    clock = _Clocked(blocks.cut(tried.sequence_length, seed=stage.seed), device)
+    source, times = blocks.cut(tried.sequence_length, seed=stage.seed), list[float]()
+
+    def batch_at(step: int, **share: int) -> TokenBatch:
+        # Each step begins by asking for its own.
+        times.append(now(device))
+        return source.batch_at(step, **share)
+
+    clock: Any = SimpleNamespace(batch_at=batch_at)
     share = step_flops(model, tried) / step_flops(model, stage)
     loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
     options = StageOptions(title=f"{title}, tried", train_routers=routers)
     with saying_what_fits(title, model, stage, **told):
         outcome = Trainer(model, loss, clock, tried, options, parallel=parallel).train()
-    clock.note()
-    first, *others = [end - begin for begin, end in pairwise(clock.times)]
+    first, *others = [end - begin for begin, end in pairwise([*times, now(device)])]
     if outcome.peak_memory_bytes is not None:
         size = micro_batch_size(stage, parallel.world)
         peak = outcome.peak_memory_bytes / 2**30

@@ -116,7 +116,7 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
         stands_in = {decoder: _fused_with_gradient(decoder.forward, replays=replays)}
     else:
         run = torch.compile(_run_layer, fullgraph=True, dynamic=False) if fuse else _run_layer
-        stands_in = {s.layer: _LayerRun(control, s, run, recompute=recompute, fuse=fuse) for s in specs}
+        stands_in = {s.layer: _in_training(control, s, run, recompute=recompute, fuse=fuse) for s in specs}
     with ExitStack() as settings:
         for spec in specs:
             settings.enter_context(having(spec.layer, **{_CHECKPOINTING: False}))
@@ -151,43 +151,44 @@ def _fused_with_gradient(forward: Callable[..., Any], *, replays: bool) -> Calla
     return run
 
 
-class _LayerRun:
-    def __init__(
-        self, control: RoutingControl, spec: BlockSpec, run: Callable[..., Any], *, recompute: bool, fuse: bool
-    ) -> None:
-        self._control, self._index, self._run, self._recompute, self._fuse = control, spec.index, run, recompute, fuse
-        self._layer, self._forward = spec.layer, spec.layer.forward
-        # Something else may have taken the forward's place before, such as a move between devices.
-        self._replaced = spec.layer.__dict__.get("forward")
-        gates = [getattr(part.module, PENDING_NAME, None) for _, part in spec.sublayers()]
-        self._gates: list[Gate] = [gate for gate in gates if gate is not None]
+def _in_training(
+    control: RoutingControl, spec: BlockSpec, run: Callable[..., Any], *, recompute: bool, fuse: bool
+) -> Callable[..., Any]:
+    """Return a layer's forward that goes through `run` where gradients are taken."""
+    layer, plain = spec.layer, spec.layer.forward
+    # Something else may have taken the forward's place before, such as a move between devices.
+    replaced = vars(layer).get("forward")
+    pending = [getattr(part.module, PENDING_NAME, None) for _, part in spec.sublayers()]
+    gates: list[Gate] = [gate for gate in pending if gate is not None]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        if self._fuse and not args[0].requires_grad:
+            return plain(*args, **kwargs)
+        if fuse and not args[0].requires_grad:
             # Before the first layer nothing has a gradient, and that would be a graph of its own.
             args = (args[0].detach().requires_grad_(), *args[1:])
         # What hooks outside have shown to the gates, which take it once, and what this thread wants of the routers.
-        residuals, wanted = [gate.residual.value for gate in self._gates], dict(vars(self._control))
+        residuals, wanted = [gate.residual.value for gate in gates], dict(vars(control))
         again: dict[str, Any] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            for gate, residual in zip(self._gates, residuals, strict=True):
+            for gate, residual in zip(gates, residuals, strict=True):
                 gate.residual.value = residual
-            with having(self._control, **again):
-                return self._run(self._layer, self._replaced, self._control, *args, **kwargs)
+            with having(control, **again):
+                return run(layer, replaced, control, *args, **kwargs)
 
-        if self._recompute:
+        if recompute:
             output, attention, ffn = checkpoint(once, *args, use_reentrant=False, **kwargs)
         else:
             output, attention, ffn = once(*args, **kwargs)
         # A layer that is recomputed runs in a thread of autograd on GPUs, or in that of the caller's backward.
         again.update(wanted)
-        if self._control.observed is not None:
-            seen = self._control.observed[self._index]
+        if control.observed is not None:
+            seen = control.observed[spec.index]
             seen.attention, seen.ffn = attention, ffn
         return output
+
+    return forward
 
 
 def _run_layer(
