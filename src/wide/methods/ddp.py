@@ -71,17 +71,15 @@ def soft_sparsity(score: Tensor) -> Tensor:
     return 1.0 - score.mean()
 
 
-class Multipliers(nn.Module):
+class Multipliers:
     """The multipliers of one kind of unit in the augmented Lagrangian; they start at 0 and are maximised.
 
     They are of the distance from the target, of its square, and of the indecision s (1 - s).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        super().__init__()
-        self.linear = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
-        self.quadratic = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
-        self.binary = nn.Parameter(torch.zeros((), dtype=torch.float32, device=device))
+        zeros = (torch.zeros((), dtype=torch.float32, device=device, requires_grad=True) for _ in range(3))
+        self.linear, self.quadratic, self.binary = zeros
 
     def penalty(self, score: Tensor, sparsity: float) -> Tensor:
         """Return what the loss gains: linear d + quadratic d^2 + binary mean(s (1 - s)), d the distance from S.

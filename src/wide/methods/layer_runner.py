@@ -93,7 +93,7 @@ class LayerRunner:
         seen: list[Tensor] = []
 
         def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-            seen.append(_first_argument(args, kwargs))
+            seen.append(input_of(args, kwargs))
             raise _Stopped
 
         with module.register_forward_pre_hook(stop, with_kwargs=True):
@@ -106,7 +106,7 @@ class LayerRunner:
         def show(observer: Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
             def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 # Whatever the observer returns stays here: a hook that returns something replaces the arguments.
-                observer(_first_argument(args, kwargs))
+                observer(input_of(args, kwargs))
 
             return hook
 
@@ -128,12 +128,6 @@ def _run_until_stopped(forward: Callable[[], object]) -> None:
     except _Stopped:
         return
     raise AssertionError("the forward ended without reaching the module that was to stop it")
-
-
-def _first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    value = args[0] if args else next(iter(kwargs.values()))
-    assert isinstance(value, Tensor)
-    return value
 
 
 class EditedWeights(AbstractContextManager["EditedWeights"]):

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -131,6 +132,12 @@ class Levels:
         return self.expected + level * self.step
 
 
+def _scaled(numbers: Sequence[int], factor: float) -> list[int]:
+    """Return whole numbers times a factor, rounded so that sums of the first ones are as exact as may be."""
+    ends = [int(factor * end + 0.5) for end in accumulate(numbers, initial=0)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
 class Supernet:
     """Copies of every output projection at several sparsities.
 
@@ -155,25 +162,15 @@ class Supernet:
 
     def initial_budget(self, share: float) -> list[int]:
         """Return the units each projection starts without: the same share everywhere, exact in total for each kind."""
-        seen = {"attention": 0, "ffn": 0}
-        budget = []
-        for projection in self.projections:
-            before = seen[projection.kind]
-            seen[projection.kind] += projection.num_units
-            budget.append(int(share * seen[projection.kind] + 0.5) - int(share * before + 0.5))
-        return budget
+        heads, channels = (_scaled([p.num_units for p in self.projections[kind::2]], share) for kind in (0, 1))
+        return [units for both in zip(heads, channels, strict=True) for units in both]
 
     def with_channels(self, removed: Sequence[int], share: float) -> list[int]:
         """Return the removed units with those of FFNs scaled, so that together they are a share of all channels."""
-        ffn = [p.kind == "ffn" for p in self.projections]
-        total = sum(p.num_units for p, is_ffn in zip(self.projections, ffn, strict=True) if is_ffn)
-        factor = share * total / max(sum(n for n, is_ffn in zip(removed, ffn, strict=True) if is_ffn), 1)
-        found, before = [], 0
-        for projection, units, is_ffn in zip(self.projections, removed, ffn, strict=True):
-            scaled = int(factor * (before + units) + 0.5) - int(factor * before + 0.5) if is_ffn else units
-            before += units if is_ffn else 0
-            found.append(min(scaled, projection.num_units))
-        return found
+        total = sum(projection.num_units for projection in self.projections[1::2])
+        found = [*removed]
+        found[1::2] = _scaled(removed[1::2], share * total / max(sum(removed[1::2]), 1))
+        return [min(units, projection.num_units) for units, projection in zip(found, self.projections, strict=True)]
 
     def set_levels(self, expected: Sequence[int], iteration: int) -> None:
         """Set the levels of an iteration, from 0, around the removed units expected; one step for all of a kind."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wide.data.batches import TokenBatch
 from wide.data.progress import progress
 from wide.errors import TrainingError
+from wide.models.gates import input_of
 from wide.models.observe import forward_without_head, judging
 
 K = TypeVar("K")
@@ -61,7 +62,7 @@ def read_inputs(
 
     def watch(key: K) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = input_of(args, kwargs)
             rows = hidden.flatten(0, -2)[valid[-1].to(hidden.device)]
             # Nothing can be fitted to these, and clustering them would never end.
             if not rows.isfinite().all():
