@@ -1,6 +1,7 @@
 """The Plan: what each sublayer of a model runs. Whoever decides writes one, the executor reads it."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -128,28 +129,30 @@ class Plan:
     def __repr__(self) -> str:
         return "\n  ".join(["Plan", *self.in_words()])
 
+    def halves(self) -> Iterator[tuple[int, str, Half]]:
+        """Yield the number of each layer with the name of each half and what that runs, in the order of execution."""
+        return ((index, *half) for index, layer in enumerate(self.layers) for half in layer.halves())
+
     @property
     def is_routed(self) -> bool:
         """Whether any sublayer has a router."""
-        return any(isinstance(half, Routed) for layer in self.layers for _, half in layer.halves())
+        return any(isinstance(half, Routed) for *_, half in self.halves())
 
     @property
     def is_static(self) -> bool:
         """Whether anything is pruned for every token alike."""
-        halves = (half for layer in self.layers for _, half in layer.halves())
-        return self.stream is not None or any(isinstance(half, Skipped | Kept) for half in halves)
+        return self.stream is not None or any(isinstance(half, Skipped | Kept) for *_, half in self.halves())
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors that hold the plan's values, all float32."""
         shapes: dict[str, tuple[int, ...]] = {}
         last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            for name, half in layer.halves():
-                if isinstance(half, Kept):
-                    shapes[scale_name(index, name)] = (half.grouping.num_groups,)
-                # The stream that the output head reads stays as wide as it is.
-                if self.stream is not None and (index, name) != (last, "ffn"):
-                    shapes[basis_name(index, name)] = (self.stream.width, self.stream.kept)
+        for index, name, half in self.halves():
+            if isinstance(half, Kept):
+                shapes[scale_name(index, name)] = (half.grouping.num_groups,)
+            # The stream that the output head reads stays as wide as it is.
+            if self.stream is not None and (index, name) != (last, "ffn"):
+                shapes[basis_name(index, name)] = (self.stream.width, self.stream.kept)
         if self.stream is not None:
             shapes[EMBEDDING_BASIS] = (self.stream.width, self.stream.kept)
         return shapes

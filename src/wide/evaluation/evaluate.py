@@ -17,14 +17,15 @@ from wide.data.documents import Document, texts_of
 from wide.data.tokenizer import check_positions, load_tokenizer, longest_input
 from wide.errors import ConfigError
 from wide.evaluation.harness import run_harness
-from wide.evaluation.inference import RoutingTape, dense
+from wide.evaluation.inference import RoutingTape
 from wide.evaluation.perplexity import token_perplexity
 from wide.evaluation.report import EvaluationReport, Scores
 from wide.evaluation.tasks import check_tasks
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import is_attached, trained_on
 from wide.models.cost import SkipCounter
-from wide.models.lora import has_merged_lora
+from wide.models.lora import has_merged_lora, without_lora
+from wide.models.observe import bypass
 from wide.schema import require
 
 _LONGEST_WINDOW = 4096
@@ -117,7 +118,7 @@ def evaluate(
     with _fused(model, weights) if fused else nullcontext():
         scores = score(meter, count_skips=True)
     if compare_dense and is_attached(model):
-        with dense(model):
+        with bypass(model), without_lora(model):
             dense_scores = score(None)
     return EvaluationReport(
         data=title,

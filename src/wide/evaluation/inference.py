@@ -1,30 +1,17 @@
 """Running a model for judgement: evaluation mode, no gradients, and what it skips on the way."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from wide.errors import EvaluationError
-from wide.models.attach import is_attached
 from wide.models.cost import SkipCounter
-from wide.models.lora import without_lora
-from wide.models.observe import bypass
 from wide.routing import Routing
 
 HALVES = ("attention", "ffn")
-
-
-@contextmanager
-def dense(model: nn.Module) -> Iterator[None]:
-    """Run the base model: no routing, nothing pruned, no LoRA that is not merged; others are left as they are."""
-    if not is_attached(model):
-        yield
-        return
-    with bypass(model), without_lora(model):
-        yield
 
 
 def watching(counter: SkipCounter | None) -> AbstractContextManager[None]:

@@ -79,14 +79,13 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
 
 
 def _check_static(plan: Plan, how: How) -> None:
-    for index, layer in enumerate(plan.layers):
-        for _, half in layer.halves():
-            if not isinstance(half, Dense | Skipped | Kept):
-                raise ConfigError(
-                    f"layer {index} of the plan is {type(half).__name__}: which tokens execute is decided anew in each "
-                    "forward, so nothing can be taken out. Save it with wide.save or wide.save_checkpoint; "
-                    "wide.optimize makes it fast"
-                )
+    for index, _, half in plan.halves():
+        if not isinstance(half, Dense | Skipped | Kept):
+            raise ConfigError(
+                f"layer {index} of the plan is {type(half).__name__}: which tokens execute is decided anew in each "
+                "forward, so nothing can be taken out. Save it with wide.save or wide.save_checkpoint; wide.optimize "
+                "makes it fast"
+            )
     if how == "masked" and plan.stream is not None:
         raise UnsupportedModelError(
             "a residual stream that changes its basis cannot be written as zeros in the dense shapes; use how='sliced'"

@@ -248,7 +248,7 @@ def check_config(config: object, where: str) -> AdapterFacts:
             f"that wrote it ({config.get('wide_version')!r})"
         )
     facts: AdapterFacts = typed(AdapterFacts, config, where)
-    routers = sum(isinstance(half, Routed) for layer in facts["plan"].layers for _, half in layer.halves())
+    routers = sum(isinstance(half, Routed) for *_, half in facts["plan"].halves())
     if len(facts["thresholds"]) != routers:
         raise AdapterError(f"{where} {len(facts['thresholds'])} thresholds for {routers} routers")
     points = [(sparsity, float(threshold)) for sparsity, threshold in facts["dial"]]

@@ -333,8 +333,7 @@ def _check_settings(config: WideConfig | None, orders: Mapping[str, Tensor] | No
 
 
 def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:
-    halves = (half for layer in state.plan.layers for _, half in layer.halves())
-    counts = {half.first_tokens for half in halves if isinstance(half, Routed)} - {0}
+    counts = {half.first_tokens for *_, half in state.plan.halves() if isinstance(half, Routed)} - {0}
     if len(counts) > 1:
         raise ShapeError(f"all routers of a plan protect as many first tokens or none, this one says {sorted(counts)}")
     for count in counts:

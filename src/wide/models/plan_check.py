@@ -35,7 +35,7 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
             "at least 1 stays"
         )
     check_tensors(plan, tensors)
-    if any(isinstance(layer.attention, Routed) and layer.attention.evicts for layer in plan.layers):
+    if any(isinstance(half, Routed) and half.evicts for *_, half in plan.halves()):
         require_own_keys(specs, "none can evict its own; leave evicts out")
     for spec, layer in zip(specs, plan.layers, strict=True):
         if stream is not None:
@@ -63,13 +63,12 @@ def check_tensors(plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     for name, found in tensors.items():
         if not found.is_meta and not name.endswith(".scale"):
             _require_orthonormal(name, found)
-    for index, layer in enumerate(plan.layers):
-        for sublayer, half in layer.halves():
-            name = scale_name(index, sublayer)
-            if not isinstance(half, Kept) or tensors[name].is_meta:
-                continue
-            if (kept := int((tensors[name] != 0).sum())) != half.kept:
-                raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
+    for index, sublayer, half in plan.halves():
+        name = scale_name(index, sublayer)
+        if not isinstance(half, Kept) or tensors[name].is_meta:
+            continue
+        if (kept := int((tensors[name] != 0).sum())) != half.kept:
+            raise ShapeError(f"the plan keeps {half.kept} units, but {name} has {kept} scales that are not 0")
 
 
 def misfit(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> str | None:
@@ -190,8 +189,7 @@ def placeholder_tensors(plan: Plan) -> dict[str, Tensor]:
     tensors = {}
     for name, shape in plan.tensor_shapes().items():
         tensors[name] = torch.zeros(shape) if len(shape) == 1 else torch.eye(*shape)
-    for index, layer in enumerate(plan.layers):
-        for half, what in layer.halves():
-            if isinstance(what, Kept):
-                tensors[scale_name(index, half)][: what.kept] = 1.0
+    for index, name, half in plan.halves():
+        if isinstance(half, Kept):
+            tensors[scale_name(index, name)][: half.kept] = 1.0
     return tensors

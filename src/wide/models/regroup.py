@@ -6,6 +6,7 @@ order) and lets any set of channels be a group, for every executor: masks, fused
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from wide.errors import ShapeError, UnsupportedModelError
 from wide.models.block_spec import BlockSpec, FeedForwardSpec
+from wide.models.having import having
 from wide.models.sharding import gathered, overwrite, whole
 from wide.plan import Plan, Routed
 
@@ -110,14 +112,10 @@ def _probe(layer: nn.Module, ffn: FeedForwardSpec) -> Tensor:
     """Return the FFN's output for a few random rows, whatever is attached to it."""
     up: Any = ffn.up
     drawn = torch.randn(1, _PROBE_ROWS, up.weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
-    training = [module for module in ffn.module.modules() if module.training]
-    ffn.module.eval()
-    try:
-        with torch.no_grad(), gathered(layer):
-            out: Tensor = ffn.module(drawn.to(device=up.weight.device, dtype=up.weight.dtype))
-    finally:
-        for module in training:
-            module.training = True
+    with ExitStack() as stack, torch.no_grad(), gathered(layer):
+        for module in ffn.module.modules():
+            stack.enter_context(having(module, training=False))
+        out: Tensor = ffn.module(drawn.to(device=up.weight.device, dtype=up.weight.dtype))
     return out.float()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wide.errors import ConfigError, UnsupportedModelError
+from wide.grouping import divisors
 from wide.inference.reading.quantising import WEIGHTS
 from wide.kernels.device import HALF
 from wide.materialisation.shape import LayerShape, ModelShape
@@ -52,16 +53,15 @@ def read_pruning(config: Any) -> Pruning:
     """
     facts = check_config(config.wide, "config.json: wide")
     routed = []
-    for index, layer in enumerate(facts["plan"].layers):
-        for name, half in layer.halves():
-            if isinstance(half, Routed):
-                routed.append((index, name))
-            wrong = _obstacle(half)
-            if wrong is not None:
-                raise UnsupportedModelError(
-                    f"layer {index}: the {name} {wrong}, which wide's modules for vLLM do not compute; use "
-                    "`wide serve`, or `wide export` for a static plan"
-                )
+    for index, name, half in facts["plan"].halves():
+        if isinstance(half, Routed):
+            routed.append((index, name))
+        wrong = _obstacle(half)
+        if wrong is not None:
+            raise UnsupportedModelError(
+                f"layer {index}: the {name} {wrong}, which wide's modules for vLLM do not compute; use `wide serve`, "
+                "or `wide export` for a static plan"
+            )
     if facts["plan"].stream is not None:
         raise UnsupportedModelError("the residual stream is projected, which vLLM cannot; use `wide export`")
     values = [float(threshold) for threshold in facts["thresholds"]]
@@ -177,17 +177,15 @@ def record_prompts(vllm_config: Any) -> None:
 
 def check_ranks(plan: Plan, ranks: int) -> None:
     """Refuse a number of ranks that does not divide the groups of every half (ConfigError)."""
-    for index, layer in enumerate(plan.layers):
-        for name, half in layer.halves():
-            if isinstance(half, Routed):
-                _require_divides(ranks, half.grouping.num_groups, f"groups of the {name} of layer {index}")
+    for index, name, half in plan.halves():
+        if isinstance(half, Routed):
+            _require_divides(ranks, half.grouping.num_groups, f"groups of the {name} of layer {index}")
 
 
 def _require_divides(ranks: int, size: int, what: str) -> None:
     if size % ranks:
-        fitting = [each for each in range(1, size + 1) if size % each == 0]
         raise ConfigError(
-            f"--tensor-parallel-size {ranks} does not divide the {size} {what}; sizes that do: {fitting[:12]}"
+            f"--tensor-parallel-size {ranks} does not divide the {size} {what}; sizes that do: {divisors(size)[:12]}"
         )
 
 

@@ -24,6 +24,7 @@ from wide.kernels.attention_prefill.op import attention_prefill
 from wide.kernels.device import half_obstacle
 from wide.kernels.reorder.op import reorder_sequences
 from wide.models.gates import install_attention_gates
+from wide.models.having import having
 
 PAGED_ATTENTION = "wide_paged|flash"
 """wide's attention among transformers'; 'flash' tells them that it needs no mask, 'paged|' which caches it knows."""
@@ -371,11 +372,8 @@ class PagedBatching:
         vars(self._model).pop("init_continuous_batching", None)
 
     def _warm_up(self, warmup: Callable[[], None]) -> None:
-        self.is_warming_up = True
-        try:
+        with having(self, is_warming_up=True):
             warmup()
-        finally:
-            self.is_warming_up = False
 
     def _allow_block_tables(self, settings: Any, asked: int | None, hints: Any) -> None:
         """Let steps of one token a request read pages in place, which transformers knows of flash attention only."""

@@ -30,6 +30,7 @@ from wide.inference.operators.table import OperatorTable
 from wide.inference.reading.quantising import REFUSED_COPIES, refuse_gradients
 from wide.models.attach import Attachment
 from wide.models.gates import cache_of
+from wide.models.having import having
 
 
 class Engine:
@@ -87,11 +88,8 @@ class Engine:
     def shortened(self, num_layers: int) -> Iterator[None]:
         """Let the first layers alone compute, for checks: behind many layers of random routers rounding decides."""
         self._claim()
-        whole, self._memory = self._memory, Memory(self.decoder.truncated(num_layers), self._lock)
-        try:
+        with having(self, _memory=Memory(self.decoder.truncated(num_layers), self._lock)):
             yield
-        finally:
-            self._memory = whole
 
     def remove(self) -> None:
         """Give the model its own forward back and let go of all memory and graphs.

@@ -149,7 +149,7 @@ def require_readable(plan: Plan, *, is_replaced: bool, weights: str) -> None:
         raise UnsupportedModelError(
             f"weights={weights!r} is for routers, and this plan prunes the same for every token; leave it out"
         )
-    halves = [half for layer in plan.layers for _, half in layer.halves()]
+    halves = [half for *_, half in plan.halves()]
     routed = [half for half in halves if isinstance(half, Routed)]
     forms = sorted({half.form for half in routed} - {"bottleneck"})
     what = [
