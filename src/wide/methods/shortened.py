@@ -6,7 +6,7 @@ Source: Kim et al., "Shortened LLaMA: Depth Pruning for Large Language Models wi
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -114,22 +114,15 @@ def _layer_gradients(model: nn.Module, specs: Sequence[BlockSpec], take: Callabl
                     f"layer {spec.index}: {name} is {parameter.dtype} and has no gradient, which the Taylor score "
                     "needs; load the model in bfloat16 or float32"
                 )
-    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    handles = []
-    try:
-        for parameter, _, _ in before:
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.grad = None
             parameter.requires_grad_(False)
         for parameter in (parameter for spec in specs for parameter in spec.layer.parameters()):
-            handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)
-            handles.append(handle)
+            stack.callback(parameter.requires_grad_(True).register_post_accumulate_grad_hook(take).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, required, gradient in before:
-            parameter.requires_grad_(required)
-            parameter.grad = gradient
 
 
 def decide_by_perplexity(model: nn.Module, blocks: TokenBlocks, target: Target, settings: ShortenedConfig) -> Decision:

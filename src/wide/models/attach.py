@@ -45,7 +45,6 @@ from wide.plan import (
     Dense,
     Following,
     Half,
-    Kept,
     LayerPlan,
     Plan,
     Routed,
@@ -353,8 +352,17 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
         if isinstance(half, Following):
             gate: Gate = FollowingGate(getattr(spec.attention.module, PENDING_NAME))
         else:
-            kind = EvictingGate if isinstance(half, Routed) and half.evicts else Gate
-            gate = kind(_source(spec, part.module, half, name, tensors, state))
+            device = computing_device(spec.layer)
+            place: Any = {"control": state.control, "layer_index": spec.index, "half": name, "device": device}
+            source: Router | StaticGate
+            if isinstance(half, Routed):
+                added, source = ROUTER_NAME, Router(spec.hidden_size, half, **place)
+            else:
+                added, source = GATE_NAME, StaticGate(tensors[scale_name(spec.index, name)], **place)
+            # New modules start in training mode, which would leave the Gumbel noise on after model.eval().
+            part.module.add_module(added, source.train(part.module.training))
+            state.parts.append((part.module, added))
+            gate = (EvictingGate if isinstance(half, Routed) and half.evicts else Gate)(source)
         setattr(part.module, PENDING_NAME, gate)
         state.parts.append((part.module, PENDING_NAME))
         state.handles.append(part.module.register_forward_pre_hook(gate.prepare, with_kwargs=True))
@@ -364,26 +372,10 @@ def _attach_layer(spec: BlockSpec, layer: LayerPlan, tensors: Mapping[str, Tenso
             state.handles.append(part.post_norm.register_forward_hook(gate.follow_jump))
         if isinstance(half, Routed) and half.router_input != "normed":
             # Without a norm before the sublayer, its own input is the residual stream already.
-            source = spec.layer if half.router_input == "layer_input" else part.pre_norm
-            if source is not None:
-                state.handles.append(source.register_forward_pre_hook(gate.remember, with_kwargs=True))
+            reading = spec.layer if half.router_input == "layer_input" else part.pre_norm
+            if reading is not None:
+                state.handles.append(reading.register_forward_pre_hook(gate.remember, with_kwargs=True))
         if isinstance(gate, EvictingGate):
             state.handles.append(part.module.register_forward_pre_hook(gate.gate_cache, with_kwargs=True))
         if isinstance(part, FeedForwardSpec):
             state.handles.append(part.activation.register_forward_hook(gate.gate_activation))
-
-
-def _source(
-    spec: BlockSpec, module: nn.Module, half: Routed | Kept, name: str, tensors: Mapping[str, Tensor], state: Attachment
-) -> Router | StaticGate:
-    device = computing_device(spec.layer)
-    place: Any = {"control": state.control, "layer_index": spec.index, "half": name, "device": device}
-    source: Router | StaticGate
-    if isinstance(half, Routed):
-        added, source = ROUTER_NAME, Router(spec.hidden_size, half, **place)
-    else:
-        added, source = GATE_NAME, StaticGate(tensors[scale_name(spec.index, name)], **place)
-    # New modules start in training mode, which would leave the Gumbel noise on after model.eval().
-    module.add_module(added, source.train(module.training))
-    state.parts.append((module, added))
-    return source

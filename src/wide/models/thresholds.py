@@ -7,6 +7,7 @@ in force, point by point, instead of being read off the margins of a single pass
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from numbers import Real
 
@@ -18,8 +19,9 @@ from wide.data.progress import progress
 from wide.errors import ConfigError, NotAttachedError
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
+from wide.models.having import having
 from wide.models.observe import forward_without_head, judging, observe
-from wide.models.router import ALWAYS, Router
+from wide.models.router import ALWAYS
 from wide.models.sharding import as_first_has_it
 from wide.routing import Routing
 from wide.schema import require
@@ -174,7 +176,8 @@ def set_sparsity(model: nn.Module, sparsity: float | None = None, *, threshold: 
     require(Real, threshold, "threshold", "a number")
     if math.isnan(threshold):
         raise ConfigError("threshold must be a number, got nan")
-    _set_thresholds(state.routers(), [float(threshold)] * len(state.routers()))
+    for router in state.routers():
+        router.threshold = float(threshold)
     return float(threshold)
 
 
@@ -210,25 +213,18 @@ def _measure(
     _require_routers(model)
     histograms = [MarginHistogram(model, measure) for measure in measures]
     device, routers = next(model.parameters()).device, attachment(model).routers()
-    before = [router.threshold for router in routers]
-    _set_thresholds(routers, threshold if isinstance(threshold, Sequence) else [threshold] * len(routers))
-    try:
-        with judging(model), observe(model) as routing:
-            for batch in progress(batches, title="calibrating thresholds", unit="batch"):
-                moved = batch.to(device)
-                forward_without_head(model, moved.input_ids, moved.attention_mask())
-                for histogram in histograms:
-                    histogram.add(routing, moved.valid)
-        for histogram in histograms:
-            histogram.agree(model)
-        return histograms
-    finally:
-        _set_thresholds(routers, before)
-
-
-def _set_thresholds(routers: Sequence[Router], thresholds: Sequence[float]) -> None:
-    for router, threshold in zip(routers, thresholds, strict=True):
-        router.threshold = threshold
+    thresholds = threshold if isinstance(threshold, Sequence) else [threshold] * len(routers)
+    with ExitStack() as stack, judging(model), observe(model) as routing:
+        for router, each in zip(routers, thresholds, strict=True):
+            stack.enter_context(having(router, threshold=each))
+        for batch in progress(batches, title="calibrating thresholds", unit="batch"):
+            moved = batch.to(device)
+            forward_without_head(model, moved.input_ids, moved.attention_mask())
+            for histogram in histograms:
+                histogram.add(routing, moved.valid)
+    for histogram in histograms:
+        histogram.agree(model)
+    return histograms
 
 
 def _require_routers(model: nn.Module) -> None:

@@ -47,33 +47,25 @@ def training_mode(
     The base stays in evaluation mode, so that dropout it may have is off: it is frozen and has nothing to regularise.
     Without `routers` they decide as at inference. Layers are recomputed in the backward, and compiled, where asked for.
     """
-    flags = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in (*trainable_parameters(model, routers=routers).values(), *others)}
-    model.eval()
-    # PEFT would make a float32 copy of every input, which the product turns back at once.
     is_half = not isinstance(forward_precision(model), nullcontext)
-    casting: list[Any] = [m for m in model.modules() if is_half and getattr(m, "cast_input_dtype_enabled", False)]
-    for name, module in model.named_modules():
-        if name.endswith("lora_dropout"):
-            module.train()
-    for module in casting:
-        module.cast_input_dtype_enabled = False
-    if routers:
-        for router in attachment(model).routers():
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            # PEFT would make a float32 copy of every input, which the product turns back at once.
+            if is_half and getattr(module, "cast_input_dtype_enabled", False):
+                stack.enter_context(having(module, cast_input_dtype_enabled=False))
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(id(parameter) in chosen)
+        model.eval()
+        for name, module in model.named_modules():
+            if name.endswith("lora_dropout"):
+                module.train()
+        for router in attachment(model).routers() if routers else ():
             router.train()
-    for parameter, _ in gradients:
-        parameter.requires_grad_(id(parameter) in chosen)
-    try:
-        with layers_run(model, recompute=gradient_checkpointing, fuse=compile):
-            yield
-    finally:
-        for module, training in flags:
-            module.training = training
-        for parameter, requires_grad in gradients:
-            parameter.requires_grad_(requires_grad)
-        for module in casting:
-            module.cast_input_dtype_enabled = True
+        stack.enter_context(layers_run(model, recompute=gradient_checkpointing, fuse=compile))
+        yield
 
 
 def forward_precision(model: nn.Module) -> AbstractContextManager[object]:
