@@ -180,13 +180,17 @@ class ComparisonRun:
     def _measure(self, stage: Stage) -> str:
         """Run a stage of a cell, and return in words what came out."""
         model, cell = self._materials.model, stage.cell
-        if not is_attached(model):
-            self._bring(cell)
+        folder = self._cells.path(cell)
+        if not is_attached(model) and (folder / ADAPTER).is_dir():
+            # The method has decided before.
+            load(model, folder / ADAPTER)
+        elif not is_attached(model):
+            self._apply(cell, folder / TRAINING)
+            save(model, folder / ADAPTER)
         if stage.recovered:
             assert self._request.recover is not None
             lora = replace(self._request.recover, seed=cell.seed)
-            output = self._cells.path(cell) / RECOVERED
-            recover(model, self._materials.blocks(lora), stage=lora, output=output, resume=True)
+            recover(model, self._materials.blocks(lora), stage=lora, output=folder / RECOVERED, resume=True)
         records, provenance = self._cells.records(cell, self._materials.device), attachment(model).provenance
         if stage.recovered:
             # Routers decide otherwise after LoRA.
@@ -196,15 +200,6 @@ class ComparisonRun:
         report, found = self._materials.measure(stage)
         records.append([*found, Record(subject=stage, metric="status", value=FINISHED, unit="text")])
         return _in_words(report)
-
-    def _bring(self, cell: Cell) -> None:
-        """Attach what the method decided: from disk, or by letting it decide now."""
-        model, folder = self._materials.model, self._cells.path(cell)
-        if (folder / ADAPTER).is_dir():
-            load(model, folder / ADAPTER)
-            return
-        self._apply(cell, folder / TRAINING)
-        save(model, folder / ADAPTER)
 
     def _apply(self, cell: Cell, output: Path | None) -> None:
         """Let the method of a cell decide or train; without a folder it rehearses."""

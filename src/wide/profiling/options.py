@@ -1,16 +1,18 @@
 """What `wide profile` is asked for; light, so that flags can be shown without torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from wide.errors import ConfigError
+from wide.schema import Between, Checked, Positive
 
 CALLS = ("forward", "generate")
 """The calls that are timed for each prompt and batch; `generate_batch` has numbers of requests of its own."""
+_Tokens = Annotated[int, Between(2, hint="a step is what a token beyond the first takes")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions:
+class ProfileOptions(Checked):
     """What is timed.
 
     Args:
@@ -48,13 +50,13 @@ class ProfileOptions:
     comparison: str | None = None
     text: str | None = None
     shape: str | None = None
-    layers: int | None = None
+    layers: Positive | None = None
     batch: str = "1"
     prompt: str = "2048"
-    generate: int = 128
+    generate: _Tokens = 128
     calls: str = "forward,generate"
     batched: str | None = None
-    batched_generate: int = 256
+    batched_generate: _Tokens = 256
     sparsities: float | str = "0.5"
     ffn_group_size: int | None = None
     weights: Literal["model", "int8", "w8a8"] = "model"
@@ -62,18 +64,11 @@ class ProfileOptions:
     description: str = ""
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         for name in ("batch", "prompt", "batched"):
             words = (getattr(self, name) or "1").split(",")
             if not all(word.strip().isdigit() and int(word) > 0 for word in words):
                 raise ConfigError(f"{name} must be positive numbers separated by commas, got {getattr(self, name)!r}")
-        for name in ("generate", "batched_generate"):
-            if getattr(self, name) < 2:
-                raise ConfigError(
-                    f"{name} must be at least 2, since a step is what a token beyond the first takes, got "
-                    f"{getattr(self, name)}"
-                )
-        if self.layers is not None and self.layers < 1:
-            raise ConfigError(f"layers must be at least 1, got {self.layers}")
         if not self.calls_timed or not set(self.calls_timed) <= set(CALLS):
             raise ConfigError(f"calls are {' and '.join(CALLS)}, separated by commas, got {self.calls!r}")
         try:
