@@ -168,13 +168,9 @@ class CompareRequest:
         read = [calibration_tokens(settings, self.stage) for settings in self.settings.values()]
         return max(read, default=0) + sum(each.num_tokens for each in (self.stage, self.recover) if each is not None)
 
-    def cells(self) -> list[Cell]:
-        """Return all cells, the dense model's first."""
-        return self.grid.cells(recovers=self.recover is not None)
-
     def own_cells(self) -> list[Cell]:
         """Return the cells that this process runs, in their order."""
-        return self.grid.own(self.cells())
+        return self.grid.own(self.grid.cells(recovers=self.recover is not None))
 
     def stages(self, cell: Cell) -> list[Stage]:
         """Return the stages of a cell: calibration, and LoRA."""

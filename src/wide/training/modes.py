@@ -105,7 +105,10 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
         decoder = getattr(model, "base_model", model)
         # With LoRA replays were not measured.
         replays = next(model.parameters()).is_cuda and attachment(model).lora is None
-        stands_in = {decoder: _fused_with_gradient(decoder.forward, replays=replays)}
+        plain = decoder.forward
+        # With CUDA graphs, of its backward too: launching so many small kernels takes longer than they do.
+        fused = torch.compile(plain, fullgraph=True, dynamic=False, mode="reduce-overhead" if replays else None)
+        stands_in = {decoder: lambda *args, **kwargs: (fused if torch.is_grad_enabled() else plain)(*args, **kwargs)}
     else:
         run = torch.compile(_run_layer, fullgraph=True, dynamic=False) if fuse else _run_layer
         stands_in = {s.layer: _in_training(control, s, run, recompute=recompute, fuse=fuse) for s in specs}
@@ -127,20 +130,6 @@ def layers_run(model: nn.Module, *, recompute: bool = False, fuse: bool = False)
                 # The next replay writes where this one's gradients lie, and steps may add up several.
                 settings.callback(parameter.register_hook(torch.clone).remove)
         yield
-
-
-def _fused_with_gradient(forward: Callable[..., Any], *, replays: bool) -> Callable[..., Any]:
-    """Return a forward that is compiled where gradients are taken, and runs as it is elsewhere.
-
-    If it `replays`, it and its backward are CUDA graphs: launching so many small kernels takes longer than they do.
-    """
-    mode = "reduce-overhead" if replays else None
-    fused = torch.compile(forward, fullgraph=True, dynamic=False, mode=mode)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (fused if torch.is_grad_enabled() else forward)(*args, **kwargs)
-
-    return run
 
 
 def _in_training(
