@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,29 +48,6 @@ def plan_without(removed: Iterable[int], num_layers: int) -> Plan:
 def both_halves(layers: Iterable[int]) -> list[int]:
     """Return the sublayers of some layers."""
     return [number for layer in layers for number in (2 * int(layer), 2 * int(layer) + 1)]
-
-
-@dataclass(slots=True)
-class _Prefix:
-    """Outputs of the layers on one micro-batch under the latest kept-set, so that the next may start behind them.
-
-    `start` is the first layer that runs in the forward under way; outputs are kept as they came, which may be tuples.
-    """
-
-    outputs: list[Any]
-    keep: KeptSets | None = None
-    start: int = 0
-
-    def move_to(self, keep: KeptSets) -> None:
-        """Keep the outputs of all layers before the first one that runs otherwise under `keep`."""
-        self.start = 0
-        if self.keep is not None:
-            differs = np.flatnonzero(self.keep != keep)
-            self.start = int(differs[0]) // 2 if len(differs) else len(self.outputs)
-        self.keep = keep
-
-    def note(self, index: int, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.outputs[index] = output
 
 
 class BlockGates:
@@ -129,14 +105,15 @@ class BlockGates:
         batches = self.ids.split(self.batch_size)
         device = model_device(self.model)
         sums = torch.zeros(len(different), dtype=torch.float64, device=device)
+        # The first layer that runs otherwise than in the set before.
+        starts = [0, *((different[1:] != different[:-1]).argmax(axis=1) // 2).tolist()]
+        outputs: dict[int, Any] = {}
         work = [(batch, index) for batch in batches for index in range(len(different))]
         with judging(self.model):
             for batch, index in progress(work, title=title, unit="forward"):
                 if index == 0:
-                    prefix = _Prefix(outputs=[None] * self.num_layers)
                     moved = batch.to(device)
-                prefix.move_to(different[index])
-                with self._resuming(prefix), self.keeping(different[index]):
+                with self._resuming(outputs, starts[index]), self.keeping(different[index]):
                     logits = self.model(input_ids=moved, use_cache=False).logits
                 # A model spread over devices returns its logits on another one than it reads from.
                 sums[index] += window_losses(logits, moved.to(logits.device))[0].sum().to(device)
@@ -144,13 +121,17 @@ class BlockGates:
         return (sums.cpu().numpy() / num_predicted(self.ids))[place.reshape(-1)]
 
     @contextmanager
-    def _resuming(self, prefix: _Prefix) -> Iterator[None]:
-        """Let every layer before the start return the output of the last of them; note the others' outputs."""
+    def _resuming(self, outputs: dict[int, Any], start: int) -> Iterator[None]:
+        """Let every layer before the start return the output of the last of them; note the others' as they come."""
+
+        def note(index: int, _module: nn.Module, _args: Any, output: Any) -> None:
+            outputs[index] = output
+
         with ExitStack() as stack:
-            for spec in self.specs[: prefix.start]:
-                stack.enter_context(having(spec.layer, forward=lambda *_, **__: prefix.outputs[prefix.start - 1]))
-            for spec in self.specs[prefix.start :]:
-                hook = functools.partial(prefix.note, spec.index)
+            for spec in self.specs[:start]:
+                stack.enter_context(having(spec.layer, forward=lambda *_, **__: outputs[start - 1]))
+            for spec in self.specs[start:]:
+                hook = functools.partial(note, spec.index)
                 stack.callback(spec.layer.register_forward_hook(hook).remove)
             yield
 

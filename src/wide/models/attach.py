@@ -39,9 +39,8 @@ from wide.models.pretrained import (
 from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl, Sampling
-from wide.models.stream import STREAM_NAME, StreamBasis, attach_stream
+from wide.models.stream import STREAM_NAME, attach_stream
 from wide.plan import (
-    EMBEDDING_BASIS,
     Dense,
     Following,
     Half,
@@ -49,7 +48,6 @@ from wide.plan import (
     Plan,
     Routed,
     Skipped,
-    basis_name,
     scale_name,
 )
 from wide.schema import require
@@ -109,11 +107,8 @@ class Attachment:
     def static_parameters(self) -> dict[str, nn.Parameter]:
         """Return the scales and bases of the plan under the names of `Plan.tensor_shapes`."""
         found = {scale_name(gate.layer_index, gate.half_layer): gate.scale for gate in self.static_gates()}
-        places = {EMBEDDING_BASIS: self.specs[0].layer}
-        for spec in self.specs:
-            places |= {basis_name(spec.index, sublayer): part.module for sublayer, part in spec.sublayers()}
-        bases = {name: getattr(module, STREAM_NAME, None) for name, module in places.items()}
-        return found | {name: basis.basis for name, basis in bases.items() if isinstance(basis, StreamBasis)}
+        bases = (getattr(module, name) for module, name in self.parts if name == STREAM_NAME)
+        return found | {basis.name: basis.basis for basis in bases}
 
 
 def is_attached(model: nn.Module) -> bool:

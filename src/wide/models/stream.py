@@ -29,10 +29,14 @@ def project(stream: Tensor, basis: Tensor) -> Tensor:
 
 
 class StreamBasis(nn.Module):
-    """An orthonormal basis `[D, D']`, kept as float32, onto whose span the residual stream is projected."""
+    """An orthonormal basis `[D, D']`, kept as float32, onto whose span the residual stream is projected.
 
-    def __init__(self, basis: Tensor, *, control: RoutingControl, device: torch.device | None = None) -> None:
+    `name` is that of its tensor in the plan.
+    """
+
+    def __init__(self, name: str, basis: Tensor, *, control: RoutingControl, device: torch.device) -> None:
         super().__init__()
+        self.name = name
         values = basis.detach().to(device=device, dtype=torch.float32, copy=True).contiguous()
         self.basis = nn.Parameter(values, requires_grad=False)
         self.control = control
@@ -76,7 +80,7 @@ def attach_stream(
     """Put the projections on a model whose sublayers each have a norm of their own in front."""
 
     def put(module: nn.Module, name: str, layer: nn.Module) -> StreamBasis:
-        basis = StreamBasis(tensors[name], control=control, device=computing_device(layer))
+        basis = StreamBasis(name, tensors[name], control=control, device=computing_device(layer))
         module.add_module(STREAM_NAME, basis.train(module.training))
         parts.append((module, STREAM_NAME))
         return basis
