@@ -5,7 +5,7 @@ comes out higher (7.71 words against 5.84 tokens for Llama-3.1-8B on WikiText-2)
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,10 +95,11 @@ def token_perplexity(
         ids = _stream_ids(data, tokenizer, window, stride)
         check_vocabulary(int(ids.max()), model)
         begins = _window_begins(len(ids), window, stride)[:max_windows]
+        whole = [begin for begin in begins if begin + window <= len(ids)]
         # Windows that are cut short have batches of their own.
-        short = sum(begin + window > len(ids) for begin in begins)
-        num_batches = math.ceil((len(begins) - short) / batch_size) + short
-        batches = _windows(ids, begins, window, stride, batch_size)
+        groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
+        groups += [[begin] for begin in begins[len(whole) :]]
+        num_batches, batches = len(groups), (_windows(ids, group, window, stride) for group in groups)
     device, losses, first = model_device(model), [], None if tokenizer is None else block_start(tokenizer)
     with judging(model), watching(meter):
         for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
@@ -140,17 +141,13 @@ def _window_begins(length: int, window: int, stride: int) -> list[int]:
     return begins[:-1] if len(begins) > 1 and stride == window and length - begins[-1] < 2 else begins
 
 
-def _windows(ids: Tensor, begins: list[int], window: int, stride: int, batch_size: int) -> Iterator[TokenBatch]:
-    """Yield batches of windows of equal length; `valid` marks the tokens that no earlier window held."""
-    whole = [begin for begin in begins if begin + window <= len(ids)]
-    groups = [whole[i : i + batch_size] for i in range(0, len(whole), batch_size)]
-    groups += [[begin] for begin in begins[len(whole) :]]
-    for group in groups:
-        input_ids = torch.stack([ids[begin : begin + window] for begin in group])
-        is_new = torch.ones_like(input_ids, dtype=torch.bool)
-        for row, begin in enumerate(group):
-            is_new[row, : window - stride if begin else 0] = False
-        yield TokenBatch(input_ids=input_ids, labels=input_ids.masked_fill(~is_new, IGNORED), valid=is_new)
+def _windows(ids: Tensor, begins: list[int], window: int, stride: int) -> TokenBatch:
+    """Return windows of equal length; `valid` marks the tokens that no earlier window held."""
+    input_ids = torch.stack([ids[begin : begin + window] for begin in begins])
+    is_new = torch.ones_like(input_ids, dtype=torch.bool)
+    for row, begin in enumerate(begins):
+        is_new[row, : window - stride if begin else 0] = False
+    return TokenBatch(input_ids=input_ids, labels=input_ids.masked_fill(~is_new, IGNORED), valid=is_new)
 
 
 def window_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,10 +131,8 @@ class _Goal(NamedTuple):
     pruned: int
 
 
-_Kept = Callable[[], Sequence[Tensor]]
-"""-> by layer, which query heads would be kept now."""
-_Goals = Callable[[_Kept | None], Mapping[str, _Goal]]
-"""(what gives the kept heads, once there are gates) -> by kind, what is to be reached."""
+_Goals = Callable[[Sequence[Tensor] | None], Mapping[str, _Goal]]
+"""(by layer, which query heads would be kept now, once there are gates) -> by kind, what is to be reached."""
 
 
 class _Course:
@@ -170,7 +168,7 @@ class _Course:
         return export([gate.scale for gate in self._gates[kind]], pruned=self.goals[kind].pruned)
 
     def _recount(self) -> None:
-        self.goals = self._goals_for(lambda: [scale != 0 for scale in self.exported("attention").scales])
+        self.goals = self._goals_for([scale != 0 for scale in self.exported("attention").scales])
 
     def _step(self, step: int) -> None:
         settings = self._settings
@@ -282,11 +280,11 @@ def decide(model: nn.Module, blocks: TokenBlocks, target: Target, settings: DDPC
     )
 
 
-def _goals(specs: Sequence[BlockSpec], target: Target, kept: _Kept | None) -> dict[str, _Goal]:
+def _goals(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Tensor] | None) -> dict[str, _Goal]:
     """Return the goals; where all matrix products count, with the heads that would be kept now."""
     share = of_channels = width_share(specs, target)
     if target.match == "linear_flops" and kept is not None:
-        of_channels = channels_share(specs, target, kept())
+        of_channels = channels_share(specs, target, kept)
     heads = [spec.attention.num_query_heads for spec in specs]
     channels = sum(feed_forward(spec).width for spec in specs)
     if target.match == "nominal":
