@@ -7,9 +7,9 @@ from wide.errors import ShapeError
 _WIDEST = 2**20
 
 
-def divisors(number: int, *, of: int = 1) -> list[int]:
-    """Return the divisors of `number` that are multiples of `of`, ascending."""
-    return [d for d in range(of, number + 1, of) if number % d == 0]
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,13 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready object with one entry a layer."""
         return {
-            "layers": [{"attention": _half_to_json(p.attention), "ffn": _half_to_json(p.ffn)} for p in self.layers],
+            "layers": [
+                {
+                    name: {"kind": type(half).__name__.lower(), **dataclasses.asdict(half)}
+                    for name, half in layer.halves()
+                }
+                for layer in self.layers
+            ],
             "stream": None if self.stream is None else dataclasses.asdict(self.stream),
         }
 
@@ -189,10 +195,6 @@ def scale_name(layer: int, half: str) -> str:
 def basis_name(layer: int, half: str) -> str:
     """Return the name of the tensor with the basis onto which the stream is projected after a half of a layer."""
     return f"layers.{layer}.{half}.basis"
-
-
-def _half_to_json(half: Half) -> dict[str, Any]:
-    return {"kind": type(half).__name__.lower(), **dataclasses.asdict(half)}
 
 
 def _in_words(half: Half) -> str:

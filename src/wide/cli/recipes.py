@@ -13,6 +13,8 @@ USAGE = """usage: wide recipes list                  names and what they are for
        wide recipes show NAME             print one; to change it: wide recipes show NAME > mine.yaml
 
 Run one with: wide COMMAND --config NAME [FLAGS], where the list says which command it is for."""
+# The package is never imported from an archive: it is installed as files.
+_FOLDER = Path(str(resources.files("wide") / "recipes"))
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -30,7 +32,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes, sorted."""
-    return sorted(path.stem for path in _folder().glob("*.yaml"))
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def recipe_path(name: str) -> Path:
@@ -39,7 +41,7 @@ def recipe_path(name: str) -> Path:
     if name not in names:
         hint = nearest(name, names, otherwise=".")
         raise UsageError(f"there is no recipe {name!r}{hint} Recipes: {', '.join(names)}")
-    return _folder() / f"{name}.yaml"
+    return _FOLDER / f"{name}.yaml"
 
 
 def find_recipe(name: str) -> Path:
@@ -54,15 +56,10 @@ def find_recipe(name: str) -> Path:
 
 def is_recipe(path: Path) -> bool:
     """Return whether a file is a recipe that ships, not a file of the user's."""
-    return path.parent == _folder()
+    return path.parent == _FOLDER
 
 
 def recipe_command(settings: Mapping[str, Any]) -> str:
     """Return the command that the settings of a recipe are for."""
     marks = {"methods": "compare", "prompt": "profile", "operators": "bench"}
     return next((command for key, command in marks.items() if key in settings), "prune")
-
-
-def _folder() -> Path:
-    # The package is never imported from an archive: it is installed as files.
-    return Path(str(resources.files("wide") / "recipes"))

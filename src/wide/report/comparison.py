@@ -111,14 +111,10 @@ class Comparison:
         """Return the seeds of a row that have been measured, ascending."""
         return sorted(stage.cell.seed for stage in self.finished(row, sparsity))
 
-    def task_labels(self) -> list[str]:
-        """Return what single tasks that were measured anywhere are called; with `TASK` before it, each is a metric."""
+    def task_metrics(self) -> list[str]:
+        """Return the metrics of single tasks that were measured anywhere, `TASK` and what the task is called."""
         metrics = dict.fromkeys(r.metric for r in self.run.records if isinstance(r.subject, Stage))
-        return [
-            metric.removeprefix(TASK)
-            for metric in metrics
-            if metric.startswith(TASK) and metric != _ACCURACY and not metric.endswith(_STDERR)
-        ]
+        return [m for m in metrics if m.startswith(TASK) and m != _ACCURACY and not m.endswith(_STDERR)]
 
     def failures(self, row: Row | None = None, sparsity: float = 0.0) -> dict[Stage, str]:
         """Return the stages that failed, and why: of one row and sparsity, or of all."""

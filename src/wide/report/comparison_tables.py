@@ -150,12 +150,12 @@ def _task_columns(comparison: Comparison) -> list[Column]:
     """Return a column for each task that was measured, the paper's first and in its order."""
     order = list(TASK_NAMES)
     found = []
-    for label in comparison.task_labels():
+    for metric in comparison.task_metrics():
         # Behind the name stands how many items a subset has.
-        task, space, rest = label.partition(" ")
+        task, space, rest = metric.removeprefix(TASK).partition(" ")
         rank = order.index(task) if task in order else len(order)
         title = f"{TASK_NAMES.get(task, task)}{space}{rest}"
-        found.append((rank, title, Column(title, f"{TASK}{label}", percent)))
+        found.append((rank, title, Column(title, metric, percent)))
     return [column for *_, column in sorted(found, key=lambda entry: entry[:2])]
 
 
