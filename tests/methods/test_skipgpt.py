@@ -19,6 +19,7 @@ from wide.models.attach import attach, attachment, is_attached
 from wide.models.cost import SkipCounter
 from wide.models.discovery import discover
 from wide.models.observe import capture_routing, force_routing
+from wide.models.router import Router
 from wide.plan import Dense, Routed
 from wide.routing import LayerRouting
 
@@ -206,7 +207,13 @@ def test_routers_begin_as_the_authors_do(changes, spread):
 
 def test_the_initial_routers_that_are_asked_for_are_those_that_are_trained(monkeypatch):
     seen = []
-    monkeypatch.setattr("wide.methods.skipgpt._initialise_uniformly", lambda router: seen.append(router))
+    draw = Router.reset_parameters
+
+    def note(router, like_linear=False):
+        seen.extend([router] if like_linear else [])
+        draw(router, like_linear=like_linear)
+
+    monkeypatch.setattr(Router, "reset_parameters", note)
     settings = SkipGPTOriginalConfig(router_init="uniform")
     model = dense_model()
     run = {"stage": stage(steps=1, batch_size=16), "objective": ObjectiveConfig()}

@@ -6,8 +6,7 @@ it.
 
 import dataclasses
 from collections.abc import Sequence
-
-import torch
+from functools import partial
 
 from wide.methods.catalogue import SkipGPTConfig, SkipGPTOriginalConfig
 from wide.methods.method import sublayer_plan
@@ -46,19 +45,9 @@ def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, 
             asked.stage, temperature_start=settings.temperature_start, temperature_end=settings.temperature_end
         ),
         objective=dataclasses.replace(asked.objective, weight=settings.weight),
-        initialise=None if settings.router_init == "kaiming" else _initialise_uniformly,
+        initialise=None if settings.router_init == "kaiming" else partial(Router.reset_parameters, like_linear=True),
         deviations=(
             "inference routes by margin, the original samples at temperature 1",
             "padding is left out of the skip rate, the original counts it",
         ),
     )
-
-
-@torch.no_grad()
-def _initialise_uniformly(router: Router) -> None:
-    """Draw weights and biases as torch's linear layers do."""
-    for weight, bias in ((router.down, router.down_bias), (router.up, router.bias)):
-        if bias is not None:
-            bound = weight.shape[1] ** -0.5
-            weight.uniform_(-bound, bound)
-            bias.uniform_(-bound, bound)

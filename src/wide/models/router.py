@@ -109,16 +109,17 @@ class Router(nn.Module):
         """Say what it decides, in a printed model."""
         return f"{self.half_layer}, {self.num_groups} groups, {self.form}, threshold {self.threshold:g}"
 
-    def reset_parameters(self) -> None:
-        """Draw new weights."""
+    def reset_parameters(self, *, like_linear: bool = False) -> None:
+        """Draw new weights, if so asked with biases as torch's linear layers do, as 'dllm' does anyway."""
+        like_linear |= self.form == "dllm"
         with torch.no_grad():
-            # Kaiming-uniform with gain 1, or a ReLU's before one; 'dllm' begins as torch's linear layers do.
-            first, second = {"dllm": (1.0, 1.0), "mlp": (6.0, 3.0)}.get(self.form, (3.0, 3.0))
+            # Else Kaiming-uniform with gain 1, or a ReLU's before one.
+            first, second = (1.0, 1.0) if like_linear else (6.0 if self.form == "mlp" else 3.0, 3.0)
             for weight, bias, spread in ((self.down, self.down_bias, first), (self.up, self.bias, second)):
                 bound = math.sqrt(spread / weight.shape[1])
                 weight.uniform_(-bound, bound)
                 if bias is not None:
-                    bias.uniform_(-bound, bound) if self.form == "dllm" else bias.zero_()
+                    bias.uniform_(-bound, bound) if like_linear else bias.zero_()
             if self.norm is not None:
                 self.norm.fill_(1.0)
             if self.bias is not None and self.form == "dllm":
