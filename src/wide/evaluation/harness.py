@@ -20,7 +20,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from wide.errors import EvaluationError
-from wide.evaluation.inference import watching
 from wide.evaluation.likelihood import log_likelihoods
 from wide.evaluation.perplexity import exp_or_infinity
 from wide.evaluation.tasks import ELSEWHERE, PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
@@ -157,7 +156,7 @@ def run_harness(
             lm._loglikelihood_tokens = partial(_likelihoods, model, max_length, batch_size, after)
             # The harness's progress bars, which cannot be turned off, are kept out of files; logging is not affected.
             bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-            with watching(meter), bars, _without_waste(lm_eval):
+            with nullcontext() if meter is None else meter.watching(), bars, _without_waste(lm_eval):
                 # Single documents are needed for the error of a perplexity only.
                 raw = _evaluate(lm_eval, lm, name, manager, limit, log_samples=task.metric == PER_WORD)
             results.append(_task_result(task, name, raw, meter, lm))

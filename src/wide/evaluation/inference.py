@@ -1,7 +1,6 @@
-"""Running a model for judgement: evaluation mode, no gradients, and what it skips on the way."""
+"""What the routers of a model decide while it is judged: masks by sublayer, and a tape that compares two runs."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,6 @@ from wide.models.cost import SkipCounter
 from wide.routing import Routing
 
 HALVES = ("attention", "ffn")
-
-
-def watching(counter: SkipCounter | None) -> AbstractContextManager[None]:
-    """Watch the forwards inside the block, where anything is to be counted."""
-    return nullcontext() if counter is None else counter.watching()
 
 
 def masks_of(routing: Routing) -> Iterator[tuple[int, str, Tensor]]:

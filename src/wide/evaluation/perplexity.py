@@ -6,6 +6,7 @@ comes out higher (7.71 words against 5.84 tokens for Llama-3.1-8B on WikiText-2)
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from wide.data.documents import Document
 from wide.data.progress import progress
 from wide.data.tokenizer import block_start, check_vocabulary, require_characters
 from wide.errors import EvaluationError
-from wide.evaluation.inference import watching
 from wide.models.cost import SkipCounter
 from wide.models.observe import judging, model_device
 from wide.standard_error import ratio_stderr
@@ -101,7 +101,7 @@ def token_perplexity(
         groups += [[begin] for begin in begins[len(whole) :]]
         num_batches, batches = len(groups), (_windows(ids, group, window, stride) for group in groups)
     device, losses, first = model_device(model), [], None if tokenizer is None else block_start(tokenizer)
-    with judging(model), watching(meter):
+    with judging(model), nullcontext() if meter is None else meter.watching():
         for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
             moved = batch.to(device)
             if first is not None:

@@ -151,7 +151,12 @@ class _Course:
         self._compute = torch.compile(losses_of, fullgraph=True, dynamic=False) if settings.compile else losses_of
         self._scales = [gate.scale for of_kind in gates.values() for gate in of_kind]
         self._multipliers = {kind: Multipliers(self._device) for kind in _KINDS}
-        self._optimizer = self._make_optimizer()
+        rates = {"linear": settings.linear_rate, "quadratic": settings.quadratic_rate, "binary": settings.binary_rate}
+        groups: list[dict[str, Any]] = [{"params": self._scales, "peak": settings.learning_rate}]
+        for name, rate in rates.items():
+            wanted = [getattr(multipliers, name) for multipliers in self._multipliers.values()]
+            groups.append({"params": wanted, "peak": rate, "maximize": True})
+        self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=0.0)
 
     def train(self) -> dict[str, Any]:
         settings = self._settings
@@ -228,15 +233,6 @@ class _Course:
                 "of the gates is not finite, so training stopped; nothing is kept. Try a lower learning_rate (now "
                 f"{self._settings.learning_rate:g}), or a bfloat16 or float32 base instead of float16"
             )
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        settings = self._settings
-        rates = {"linear": settings.linear_rate, "quadratic": settings.quadratic_rate, "binary": settings.binary_rate}
-        groups: list[dict[str, Any]] = [{"params": self._scales, "peak": settings.learning_rate}]
-        for name, rate in rates.items():
-            wanted = [getattr(multipliers, name) for multipliers in self._multipliers.values()]
-            groups.append({"params": wanted, "peak": rate, "maximize": True})
-        return torch.optim.AdamW(groups, lr=settings.learning_rate, weight_decay=0.0)
 
     @torch.no_grad()
     def _facts(self) -> dict[str, Any]:

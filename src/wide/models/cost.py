@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from wide.errors import ConfigError
-from wide.models.attach import Attachment, attachment
+from wide.models.attach import attachment
 from wide.models.block_spec import AttentionSpec, BlockSpec
 from wide.models.observe import observe
 from wide.models.pretrained import is_added
@@ -94,8 +94,13 @@ def costs(
 def model_costs(model: nn.Module) -> Costs:
     """Return the linear work of an attached model, and what its plan takes out of it."""
     state = attachment(model)
-    vocab_size = int(state.base.get("vocab_size") or 0)
-    return costs(state.specs, state.plan, vocab_size, heads=_kept_heads(state))
+    vocab_size, heads = int(state.base.get("vocab_size") or 0), {}
+    for gate in state.static_gates():
+        if gate.half_layer == "attention":
+            kept = gate.factors().detach().cpu() != 0
+            num_heads = state.specs[gate.layer_index].attention.num_query_heads
+            heads[gate.layer_index] = kept.repeat_interleave(num_heads // kept.numel())
+    return costs(state.specs, state.plan, vocab_size, heads=heads)
 
 
 def half_weights(model: nn.Module, measure: Measure = "mean") -> list[float]:
@@ -396,17 +401,6 @@ def _kept_kv_heads(spec: AttentionSpec, half: Half, heads: Tensor | None) -> int
     if heads is None or spec.q_norm == "width":
         return spec.num_kv_heads
     return int(heads.view(spec.num_kv_heads, -1).any(-1).sum())
-
-
-def _kept_heads(state: Attachment) -> dict[int, Tensor]:
-    """Return by layer which query heads a `Kept` attention keeps, bool `[H_q]` on the CPU."""
-    found = {}
-    for gate in state.static_gates():
-        if gate.half_layer == "attention":
-            kept = gate.factors().detach().cpu() != 0
-            num_heads = state.specs[gate.layer_index].attention.num_query_heads
-            found[gate.layer_index] = kept.repeat_interleave(num_heads // kept.numel())
-    return found
 
 
 def _removed_share(half: Half, stream: Stream | None) -> float | None:

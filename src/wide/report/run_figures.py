@@ -136,4 +136,4 @@ FIGURES = figures(
         "training": _training,
     },
 )
-"""All figures of a run, in the order of the page; `wide.evaluation.routing_behaviour` measures what routers do."""
+"""All figures of a run, in the order of the page; `wide.evaluation.routing_stats` measures what routers do."""
