@@ -102,6 +102,33 @@ def test_another_base_model_is_refused_by_architecture_and_by_weights(adapter):
     assert is_attached(load(sister, adapter, check_weights=False))
 
 
+@pytest.mark.parametrize("layers", [12, 32, 36])
+def test_a_change_of_one_kind_of_matrix_is_noticed_however_many_layers(tmp_path, layers):
+    def base(changed=""):
+        model = make("llama", num_hidden_layers=layers)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(1.1 if changed and changed in name else 1.0)
+        return model
+
+    model = attach(base(), CONFIG)
+    folder = save(model, tmp_path / "adapter")
+    for kind in ("q_proj", "v_proj", "up_proj", "down_proj"):
+        with pytest.raises(AdapterError, match="weights differ"):
+            load(base(kind), folder)
+    assert is_attached(load(base(), folder))
+    # As earlier versions wrote it.
+    if layers > 12:
+        sample = attachment(model).base["weight_sample"]
+        rewritten(folder, base__weight_sample=sample[: len(sample) // 2])
+        assert is_attached(load(base(), folder))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1.1)
+    with pytest.raises(NotAttachedError, match="base weights changed"):
+        save(model, folder)
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
