@@ -378,6 +378,11 @@ def test_what_a_full_checkpoint_has_merged_is_not_left_out_of_an_adapter(tmp_pat
         return
     with pytest.raises(NotAttachedError, match="LoRA was merged" if changes == "few" else "base weights changed"):
         save(again, tmp_path / "adapter")
+    if changes == "few":
+        # Nor is it known where further LoRA lies on it.
+        add_lora(again, rank=2)
+        with pytest.raises(NotAttachedError, match="LoRA was merged"):
+            save(again, tmp_path / "adapter", ignore_base_changes=True)
 
 
 @pytest.mark.parametrize("family", distinct(FAMILIES))

@@ -50,7 +50,7 @@ class LoraHandle:
         self._model = model
         self._tuner = tuner
         self._trainable = trainable
-        self.merged = False
+        self.merged, self.above_merged = False, has_merged_lora(model)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -153,6 +153,7 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
     if ranks != {facts["r"]}:
         raise AdapterError(f"{where} r is {facts['r']}, wanted that of the matrices beside it, {sorted(ranks)}")
     handle = _inject(model, config)
+    handle.above_merged = False  # What the adapter tells of LoRA is of this one.
     copy_strictly(handle.named_parameters(), weights, "LoRA")
     return handle
 
@@ -170,7 +171,7 @@ def has_merged_lora(model: nn.Module) -> bool:
     if not is_attached(model):
         return False
     state = attachment(model)
-    return "recover" in state.provenance if state.lora is None else bool(state.lora.merged)
+    return "recover" in state.provenance if state.lora is None else state.lora.merged or state.lora.above_merged
 
 
 @contextmanager
