@@ -7,7 +7,7 @@ import torch
 from families import make, tokens
 from plans import kept_plan, module_skip_plan, skipped_plan, stream_plan
 
-from wide.errors import ShapeError, UnsupportedModelError
+from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
 from wide.inference.engine.decoder import Decoder
 from wide.inference.optimize import optimize
 from wide.models.attach import attach, attachment, detach, is_attached
@@ -135,8 +135,17 @@ def test_fresh_lora_changes_nothing_and_merged_lora_what_unmerged_did(kind):
     for parameter in handle.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     unmerged = logits(model, ids)
+    with bypass(model):
+        dense = logits(model, ids)
     handle.merge()
     torch.testing.assert_close(logits(model, ids), unmerged, atol=1e-5, rtol=1e-5)
+    if kind == "weights":
+        # The originals have no LoRA, and the other weights do.
+        with pytest.raises(NotAttachedError, match="compare_dense=False"), bypass(model):
+            pass
+        return
+    with bypass(model):
+        torch.testing.assert_close(logits(model, ids), dense, atol=1e-5, rtol=1e-5)
 
 
 def test_operators_and_runtime_refuse_what_they_do_not_know():

@@ -123,11 +123,11 @@ def bypass(*models: nn.Module) -> Iterator[None]:
     """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation but for LoRA.
 
     FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
-    Raises NotAttachedError if a model carries no plan, or the originals of replaced weights are not at hand.
+    Raises NotAttachedError without a plan, or where the originals of replaced weights, or theirs with LoRA, are gone.
     """
     with ExitStack() as stack:
         for state in map(attachment, models):
-            if state.originals_lost:
+            if state.originals_lost or (state.replaced and state.lora and state.lora.merged):
                 raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
             stack.enter_context(having(state.control, enabled=False))
         yield
