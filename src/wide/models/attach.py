@@ -96,6 +96,12 @@ class Attachment:
         if self.engine is not None:
             raise NotAttachedError("this model is optimised; call wide.deoptimize(model) first")
 
+    def note(self, name: str, facts: dict[str, Any]) -> None:
+        """Note what a stage did; what an earlier run of it read is still what the model has seen."""
+        if "stage" in (earlier := self.provenance.get(name, {})):
+            self.note(f"before: {name}", earlier)
+        self.provenance[name] = facts
+
     def routers(self) -> list[Router]:
         """Return all routers, by layer, attention before FFN."""
         return [getattr(module, name) for module, name in self.parts if name == ROUTER_NAME]

@@ -181,7 +181,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         found = meet_target(self._model, list(self._batches), self.objective, adjust=True, parallel=self._parallel)
         asked = dataclasses.asdict(self.objective)
-        attachment(self._model).provenance["prune"] = {"objective": asked, "steps": self._steps, "inference": found}
+        attachment(self._model).note("prune", {"objective": asked, "steps": self._steps, "inference": found})
         self._is_calibrated = True
 
     def _carry_term(self, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> Any:

@@ -260,12 +260,8 @@ def _run(
     size = micro_batch_size(stage, parallel.world)
     batches = calibration_batches(source, step=stage.steps, batch_size=stage.batch_size, micro_batch_size=size)
     inference = meet_target(model, batches, objective, adjust=calibrate, parallel=parallel)
-    found, past = dataclasses.asdict(outcome), name
-    while past in provenance:
-        past = f"before: {past}"
-    # What an earlier run of this stage read is still what the model has seen.
-    provenance[past] = provenance.get(name)
-    provenance[name] = {
+    found = dataclasses.asdict(outcome)
+    told = {
         "objective": dataclasses.asdict(objective),
         "stage": dataclasses.asdict(stage),
         "at_the_end_of_training": found.pop("last"),
@@ -280,8 +276,7 @@ def _run(
         "device": device_name(model),
         "versions": versions(),
     }
-    if facts:
-        provenance[name]["start"] = facts
+    attachment(model).note(name, told | ({"start": facts} if facts else {}))
     if options.output is not None:
         save(model, options.output / "adapter")
     parallel.barrier()
