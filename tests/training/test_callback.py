@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import RandomSource, batch, dense_model, routed_model
+from tiny import CONFIG, RandomSource, batch, dense_model, routed_model, stage
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import wide
 from wide.data.batches import IGNORED
 from wide.errors import ConfigError, NotAttachedError
-from wide.models.attach import attachment
+from wide.models.attach import attachment, trained_on
 from wide.models.thresholds import set_sparsity
 from wide.training import callback
 from wide.training.callback import FOLDER
@@ -210,6 +210,23 @@ def test_checkpoints_of_a_peft_model_have_the_routers_beside_lora(tmp_path):
     ids = batch().input_ids
     with torch.no_grad():
         assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_what_was_read_and_calibrated_before_is_told_apart():
+    model = wide.prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2))
+    state, text = attachment(model), batch()
+    state.provenance["prune"] |= {"text": "corpus.txt", "split": "train"}
+    routers = wide.RouterCallback(0.3)
+    routers.begin(model.train(), steps=2)
+    # Of routers that are about to change.
+    assert not state.thresholds_by_sparsity
+    model(input_ids=text.input_ids, labels=text.labels).loss.backward()
+    routers.end()
+    routers.calibrate()
+    routers.calibrate()
+    assert trained_on(model) == {"before: prune": {"text": "corpus.txt", "split": "train"}}
+    assert state.provenance["prune"]["objective"]["sparsity"] == 0.3
+    assert state.thresholds_by_sparsity
 
 
 class Stopping(TrainerCallback):

@@ -210,6 +210,27 @@ def test_checkpoints_of_another_run_are_not_written_over(tmp_path):
         prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=3), output=tmp_path, resume=True)
 
 
+def test_thresholds_are_kept_where_nothing_is_trained_and_dropped_where_training_ends_early(tmp_path):
+    class Stop(RandomSource):
+        def batch_at(self, step, **options):
+            if step == 1:
+                raise RuntimeError("crash")
+            return super().batch_at(step, **options)
+
+    pruned = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=4), sparsity=0.3, output=tmp_path)
+    set_sparsity(pruned, threshold=0.125)
+    before = list(attachment(pruned).thresholds_by_sparsity)
+    with pytest.raises(ConfigError, match="other settings"):
+        prune(pruned, RandomSource(), stage=stage(steps=5), sparsity=0.3, output=tmp_path, resume=True)
+    assert {router.threshold for router in attachment(pruned).routers()} == {0.125}
+    assert attachment(pruned).thresholds_by_sparsity == before
+    with pytest.raises(RuntimeError, match="crash"):
+        prune(pruned, Stop(), stage=stage(steps=4), sparsity=0.3)
+    assert {router.threshold for router in attachment(pruned).routers()} == {0.0}
+    with pytest.raises(ConfigError, match="no calibrated thresholds"):
+        set_sparsity(pruned, 0.3)
+
+
 def test_checkpoints_from_before_an_option_existed_are_of_the_same_run(monkeypatch):
     base = routed_model()
     now = stages._facts(base, {}, stage())
@@ -365,14 +386,17 @@ def test_lora_that_was_merged_is_not_trained_on(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_steps_of_a_source_may_be_of_different_lengths(monkeypatch):
+def test_steps_of_a_source_may_be_of_different_lengths(tmp_path, monkeypatch):
     class Growing(RandomSource):
         def batch_at(self, step, *, batch_size, rank=0, world=1):
             return batch(batch_size, 16 + step, seed=step)
 
     monkeypatch.setattr(inference_target, "_MIN_TOKENS", 200)
-    pruned = prune(dense_model(), Growing(), config=CONFIG, stage=stage(steps=2))
-    assert attachment(pruned).provenance["prune"]["inference"]["tokens"] == 4 * (18 + 19 + 20)
+    for resume in (False, True):
+        where = {"output": tmp_path, "resume": resume}
+        facts = attachment(prune(dense_model(), Growing(), config=CONFIG, stage=stage(steps=2), **where)).provenance
+        assert facts["prune"]["tokens"] == 4 * (16 + 17)
+        assert facts["prune"]["inference"]["tokens"] == 4 * (18 + 19 + 20)
 
 
 def test_options_of_an_earlier_version_count_only_where_they_were_on():

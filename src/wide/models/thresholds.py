@@ -181,6 +181,12 @@ def set_sparsity(model: nn.Module, sparsity: float | None = None, *, threshold: 
     return float(threshold)
 
 
+def forget_thresholds(model: nn.Module) -> None:
+    """Take argmax, and drop what was calibrated: it is not of the routers as they will be."""
+    set_sparsity(model, threshold=0.0)
+    attachment(model).thresholds_by_sparsity = []
+
+
 def threshold_of(table: Sequence[tuple[float, float]], sparsity: float) -> float:
     """Return the threshold that gives a sparsity by a table of (sparsity, threshold); 0 runs every group.
 

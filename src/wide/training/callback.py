@@ -27,6 +27,7 @@ from wide.models.adapter import ROUTER_FILE, restore_routers
 from wide.models.adapter import save as save_adapter
 from wide.models.attach import attachment
 from wide.models.observe import observe
+from wide.models.thresholds import forget_thresholds
 from wide.training.inference_target import meet_target
 from wide.training.modes import layers_run
 from wide.training.objective import Objective
@@ -147,6 +148,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ConfigError("no router of this model is trainable; set requires_grad of their parameters")
         device = next(model.parameters()).device
         self._parallel = DataParallel.from_environment(device)
+        forget_thresholds(model)
         self._term = Objective(model, self.objective, parallel=self._parallel)
         self._steps = steps
         self._term_now: _Term | None = None

@@ -29,7 +29,7 @@ from wide.models.cost import Measure, half_weights
 from wide.models.observe import bypass, judging, model_device
 from wide.models.router import ALWAYS, Router
 from wide.models.sharding import as_first_has_it, whole
-from wide.models.thresholds import calibrate_thresholds, set_sparsity
+from wide.models.thresholds import calibrate_thresholds, forget_thresholds, set_sparsity
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
 from wide.training.modes import layers_run
 from wide.training.objective import target_labels
@@ -299,7 +299,7 @@ def _set(router: Router, directions: Tensor, mixing: Tensor, bias: Tensor) -> No
 
 def _meet(model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, measure: Measure) -> None:
     """Move the biases so that argmax skips the target while the masks are in force."""
-    set_sparsity(model, threshold=0.0)
+    forget_thresholds(model)
     if not sparsity:
         return
     # Neighbours on both sides, so that the target lies between calibrated ones.
@@ -309,5 +309,4 @@ def _meet(model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, meas
     for router in attachment(model).routers():
         assert router.bias is not None
         router.bias.detach().add_(router.bias.new_tensor([-threshold / 2, threshold / 2]).repeat(router.num_groups))
-    set_sparsity(model, threshold=0.0)
-    attachment(model).thresholds_by_sparsity = []
+    forget_thresholds(model)

@@ -21,7 +21,6 @@ from wide.models.observe import model_device, own_randomness
 from wide.models.plan_check import check_plan
 from wide.models.pretrained import device_name, load_pretrained
 from wide.models.sharding import is_sharded
-from wide.models.thresholds import set_sparsity
 from wide.plan import Plan
 from wide.records import fingerprint, versions
 from wide.schema import require
@@ -244,10 +243,7 @@ def _run(
         source = ShiftedSource(source, read)
     order = {"seed": seed, "first_sample": read}
     loss = Objective(model, objective, parallel=parallel, fuse=stage.compile)
-    if options.train_routers:
-        # What training samples has nothing to do with the threshold of an earlier calibration.
-        set_sparsity(model, threshold=0.0)
-    told = {"stage": name, "data": data, "start": settings, "objective": dataclasses.asdict(objective)}
+    told: dict[str, Any] = {"stage": name, "data": data, "start": settings, "objective": dataclasses.asdict(objective)}
     known = _facts(model, told, stage)
     key = fingerprint(list(known.values()))
     known |= {"order": order, "content": content}

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from wide.config import StageConfig
-from wide.data.batches import BatchSource, TokenBatch
+from wide.data.batches import BatchSource
 from wide.errors import ConfigError, TrainingError
 from wide.models.attach import attachment
 from wide.models.observe import own_randomness
 from wide.models.pretrained import device_name
+from wide.models.thresholds import forget_thresholds
 from wide.training.checkpoint import CheckpointFolder, restore
 from wide.training.modes import trainable_parameters, training_mode
 from wide.training.objective import Objective, target_labels
@@ -103,13 +104,12 @@ class Trainer:
         # Per step not looked at yet: (step, schedule values, measured values on the device).
         self._unread: list[tuple[int, dict[str, float], Tensor]] = []
         # What the outcome tells of the last process that ran a step.
-        self._measured: dict[str, Any] = {"tokens_per_second": None, "peak_memory_bytes": None, "last": {}}
+        self._measured: dict[str, Any] = {"tokens": 0, "tokens_per_second": None, "peak_memory_bytes": None, "last": {}}
         # Of the last step, as a number: a scalar on the device cannot be read back after the device has failed.
         self._heat = attachment(model).control.sampling.temperature
         # What a compiled graph reads: a number would be a constant of it, and it would be compiled again in each step;
         # a scalar at another place, and its CUDA graphs would be captured again.
         self._scalar = torch.empty((), device=self._device) if stage.compile else None
-        self._tokens_per_step = 0
         self._timer = _Timer()
         self._lowest, self._recent = math.inf, deque[float](maxlen=_LOOK_EVERY)
 
@@ -124,6 +124,9 @@ class Trainer:
         self._parallel.broadcast(self._parameters.values())
         first = self._resume()
         options, stage = self._options, self._stage
+        if options.train_routers:
+            # Not before: what is refused above leaves the model as it is.
+            forget_thresholds(self._model)
         log = ProgressLog(
             options,
             steps=stage.steps,
@@ -174,7 +177,10 @@ class Trainer:
             return 0
         restore(found, self._parameters, self._optimizer)
         self._timer.seconds_before = found.seconds
-        self._measured |= found.measured
+        # Checkpoints of earlier versions do not count them.
+        each = self._source.batch_at(0, batch_size=self._stage.batch_size).input_ids.numel()
+        self._measured |= {"tokens": found.step * each} | found.measured
+        self._timer.tokens = self._timer.tokens_before = self._timer.counted = self._measured["tokens"]
         return found.step
 
     def _step(self, step: int) -> None:
@@ -182,7 +188,8 @@ class Trainer:
         schedule = self._schedule(step)
         self._heat = schedule["temperature"]
         sampling.temperature = self._heat if self._scalar is None else self._scalar.fill_(self._heat)
-        batch = self._read(step)
+        batch = self._source.batch_at(step, batch_size=stage.batch_size, rank=parallel.rank, world=parallel.world)
+        self._timer.tokens += batch.input_ids.numel() * parallel.world
         parts = batch.split(self._micro_size)
         # Counted on the CPU, where the batch still is: asking the device would wait for it.
         targets = parallel.sum(torch.full((), float(num_targets(target_labels(batch))), device=self._device))
@@ -190,7 +197,8 @@ class Trainer:
         measured = torch.zeros(len(_NAMES), device=self._device)
         first = parallel.rank * len(batch.input_ids)
         for index, part in enumerate(parts):
-            torch.manual_seed(_seed(stage.seed, step, first + index * self._micro_size))
+            noise = f"{stage.seed} {step} {first + index * self._micro_size}"
+            torch.manual_seed(int.from_bytes(hashlib.sha256(noise.encode()).digest()[:7]))
             padded = not bool(part.valid.all())
             loss, found = self._objective(
                 part.to(self._device), targets_in_step=targets, micro_batches=len(parts), padded=padded
@@ -205,12 +213,6 @@ class Trainer:
         self._optimizer.step()
         self._unread.append((step, schedule, measured))
 
-    def _read(self, step: int) -> TokenBatch:
-        stage, parallel = self._stage, self._parallel
-        batch = self._source.batch_at(step, batch_size=stage.batch_size, rank=parallel.rank, world=parallel.world)
-        self._tokens_per_step = batch.input_ids.numel() * parallel.world
-        return batch
-
     def _schedule(self, step: int) -> dict[str, float]:
         stage = self._stage
         heat = temperature(step, steps=stage.steps, start=stage.temperature_start, end=stage.temperature_end)
@@ -221,13 +223,11 @@ class Trainer:
         }
 
     def _after(self, step: int, log: ProgressLog, requested: threading.Event) -> None:
-        done = step + 1
+        done, every = step + 1, self._stage.checkpoint_every
         is_last = done == self._stage.steps
-        every = self._stage.checkpoint_every
         due = is_last or (every > 0 and done % every == 0)
-        look = due or done % _LOOK_EVERY == 0
         stop = not is_last and self._parallel.any(requested.is_set())
-        if look or stop:
+        if due or stop or done % _LOOK_EVERY == 0:
             log.add(self._look())
         if due or stop:
             self._write(done)
@@ -237,7 +237,7 @@ class Trainer:
     def _look(self) -> list[tuple[int, dict[str, float]]]:
         """Fetch what was measured since the last look, and refuse what is not finite."""
         values = torch.stack([measured for _, _, measured in self._unread]).cpu()
-        speed = self._timer.lap(len(self._unread) * self._tokens_per_step)
+        speed = self._timer.lap()
         points = []
         for (step, schedule, _), row in zip(self._unread, values.tolist(), strict=True):
             if not all(math.isfinite(value) for value in row):
@@ -246,6 +246,7 @@ class Trainer:
         names = points[-1][1]
         cuda = self._device.type == "cuda"
         self._measured = {
+            "tokens": self._timer.tokens,
             "tokens_per_second": self._timer.speed,
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device) if cuda else None,
             "last": {name: sum(point[name] for _, point in points) / len(points) for name in names},
@@ -299,18 +300,9 @@ class Trainer:
             raise TrainingError(reason) from failed
 
     def _outcome(self, first: int) -> Outcome:
-        steps = self._stage.steps
-        if steps == first:
-            # Nothing was left to do, and the outcome counts tokens all the same.
-            self._read(first - 1)
-        before = self._timer.seconds_before
-        return Outcome(
-            steps=steps,
-            tokens=steps * self._tokens_per_step,
-            seconds=self._timer.seconds if steps > first else before,
-            seconds_before=before,
-            **self._measured,
-        )
+        steps, before = self._stage.steps, self._timer.seconds_before
+        seconds = self._timer.seconds if steps > first else before
+        return Outcome(steps=steps, seconds=seconds, seconds_before=before, **self._measured)
 
 
 class _Timer:
@@ -319,7 +311,8 @@ class _Timer:
     def __init__(self) -> None:
         self.seconds_before = 0.0
         self._start = self._lap = time.perf_counter()
-        self._tokens = 0
+        # Of all parts of the run, of the earlier ones, and at the end of the last lap.
+        self.tokens = self.tokens_before = self.counted = 0
 
     @property
     def seconds(self) -> float:
@@ -327,12 +320,12 @@ class _Timer:
 
     @property
     def speed(self) -> float:
-        return self._tokens / max(self._lap - self._start, 1e-9)
+        return (self.counted - self.tokens_before) / max(self._lap - self._start, 1e-9)
 
-    def lap(self, tokens: int) -> float:
+    def lap(self) -> float:
         now = time.perf_counter()
-        speed = tokens / max(now - self._lap, 1e-9)
-        self._lap, self._tokens = now, self._tokens + tokens
+        speed = (self.tokens - self.counted) / max(now - self._lap, 1e-9)
+        self._lap, self.counted = now, self.tokens
         return speed
 
 
@@ -369,10 +362,6 @@ def micro_batch_size(stage: StageConfig, world: int) -> int:
             f"micro_batch_size {size} does not divide the {share} sequences of each process; choose a divisor"
         )
     return size
-
-
-def _seed(seed: int, step: int, sequence: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {step} {sequence}".encode()).digest()[:7])
 
 
 @contextmanager
