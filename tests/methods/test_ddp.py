@@ -203,6 +203,16 @@ def test_linear_flops_count_keys_and_values_that_no_head_reads(sizes, sparsity):
     assert sparsity == 0.5 or found.kv_cache_kept < 1
 
 
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_keys_and_values_that_a_norm_over_all_heads_needs_are_not_counted_as_saved(kv_heads):
+    model = make("olmo2", num_hidden_layers=3, num_key_value_heads=kv_heads)
+    decision = decide(model, blocks(), Target(sparsity=0.4, match="linear_flops"), quick(steps=1))
+    attach(model, decision.plan, tensors=decision.tensors)
+    found, work = static_sparsity(model), layer_weights(discover(model)[0])
+    assert found.linear_flops_layers == pytest.approx(0.4, abs=work.ffn / 64 / (3 * work.total))
+    assert found.kv_cache_kept == 1
+
+
 def test_nominal_heads_are_whole_in_each_layer():
     model = dense_model(num_hidden_layers=3)
     decision = decide(model, blocks(), Target(sparsity=0.3), quick(steps=1))

@@ -13,7 +13,7 @@ from wide.methods.catalogue import Match
 from wide.models.attach import plan_of
 from wide.models.block_spec import BlockSpec, feed_forward
 from wide.models.cost import costs
-from wide.plan import LayerPlan, Plan, Routed
+from wide.plan import Kept, LayerPlan, Plan, Routed
 from wide.schema import Between, Checked
 
 
@@ -116,10 +116,11 @@ def channels_share(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Te
     Keys and values that no head reads any more count; `kept` says by layer which query heads are kept, bool `[H_q]`.
     """
     layers = costs(specs, sublayer_plan(specs, rank=1), 0).layers
-    removed = 0.0
-    for spec, layer, heads in zip(specs, layers, kept, strict=True):
-        unread = ~heads.view(spec.attention.num_kv_heads, -1).any(-1)
-        removed += layer.attention * float((~heads).float().mean()) + layer.key_value * float(unread.float().mean())
+    units = [Grouping(spec.attention.query_width, spec.attention.head_dim) for spec in specs]
+    left = [Kept(grouping=of, kept=int(heads.sum())) for of, heads in zip(units, kept, strict=True)]
+    plan = Plan(tuple(LayerPlan(attention=half) for half in left))
+    pruned = costs(specs, plan, 0, heads={spec.index: heads for spec, heads in zip(specs, kept, strict=True)}).layers
+    removed = sum(layer.removed + layer.removed_kv for layer in pruned)
     wanted = target.sparsity * sum(layer.total for layer in layers) - removed
     return min(max(wanted / sum(layer.ffn for layer in layers), 0.0), 1.0)
 
