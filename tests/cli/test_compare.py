@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +12,7 @@ import wide
 from wide.cli.main import main
 from wide.comparison import run as cell_runner
 from wide.comparison.run import draw
+from wide.data import documents
 from wide.data.batches import load_blocks
 from wide.data.tokenizer import load_tokenizer
 from wide.errors import ConfigError, DataError
@@ -217,6 +219,27 @@ def test_resuming_a_finished_comparison_runs_nothing(finished, everyday, monkeyp
 def test_resuming_with_another_grid_is_refused(finished, everyday, capsys):
     assert main([*everyday, "--output", str(finished), "--seeds=1", "--recover.steps=1", "--resume"]) == 1
     assert "seeds '1,2' -> 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_held_out", [False, True])
+@pytest.mark.parametrize("command", ["compare", "prune"])
+def test_what_was_begun_on_another_text_is_not_gone_on_with(
+    command, is_held_out, everyday, tiny_model_folder, prose_folder, tmp_path, capsys
+):
+    shutil.copytree(prose_folder, tmp_path / "text")
+    given = [*everyday, "--methods=slicegpt"]
+    if command == "prune":
+        given = ["prune", "--method=slicegpt", "--slicegpt.num_windows=2", "--slicegpt.window_length=32", *SHORT[:2]]
+        given += ["--train.sequence_length=32", *SHORT[6:8], "--report=false", "--model", str(tiny_model_folder)]
+    given += ["--data", str(tmp_path / "text"), "--output", str(tmp_path / "run")]
+    assert main(given) == 0
+    assert main([*given, "--resume"]) == 0
+    files = sorted((tmp_path / "text").iterdir())
+    edited = next(file for file in files if documents.is_held_out(file.name) is is_held_out)
+    edited.write_text("Other words.")
+    assert main([*given, "--resume"]) == 1
+    assert "or the held-out text, is not what" in capsys.readouterr().err
+    assert main([*given, "--overwrite"]) == 0
 
 
 def test_a_failure_costs_no_other_cell_and_is_run_again(everyday, tmp_path, monkeypatch, capsys):

@@ -31,9 +31,7 @@ class CellFolders:
 
     def records(self, cell: Cell, device: str) -> RecordFile:
         """Return the file of a cell's records, which are marked with what they are measured on."""
-        file = self._folder.new_records(f"{CELLS}/{cell.folder}/{RECORDS}")
-        file.device = device
-        return file
+        return self._folder.new_records(f"{CELLS}/{cell.folder}/{RECORDS}", device=device)
 
     def _status(self, stage: Stage) -> Record | None:
         """Return what became of a stage: finished, or why it failed; None where neither is recorded."""

@@ -94,13 +94,14 @@ class ComparisonRun:
         if request.recover is not None:
             # Too little text must not be noticed after the first row.
             self._materials.blocks(replace(request.recover, seed=seed))
-        self._materials.check_text(replace(request.stage, seed=seed))
+        blocks = self._materials.check_text(replace(request.stage, seed=seed))
         self._rehearse(seed)
         self._folder.claim()
-        file = self._folder.new_records(GRID)
-        if not file.path.is_file():
-            file.device = self._materials.device
-            file.append(self._grid_records())
+        file, grid = self._folder.new_records(GRID, device=self._materials.device), request.grid
+        target = f"sparsities match {grid.match}; {grid.budget} budget"
+        told: dict[str, Any] = {"grid.methods": grid.method_names, "grid.sparsities": grid.sparsity_values}
+        told |= {"LoRA": _recipe(request), "grid.recovers": float(request.recover is not None)}
+        self._materials.note(file, blocks, target, self._command, **told)
 
     def _rehearse(self, seed: int) -> None:
         """Refuse rows that cannot work, up to where their methods read text; whoever began the comparison did that."""
@@ -114,17 +115,6 @@ class ComparisonRun:
                     self._apply(cell, None)
             except WideError as error:
                 raise type(error)(f"{cell.title}: {error}") from error
-
-    def _grid_records(self) -> Iterator[Record]:
-        request, grid = self._request, self._request.grid
-        facts: dict[str, Any] = {
-            "LoRA": _recipe(request),
-            "grid.methods": list(grid.method_names),
-            "grid.sparsities": list(grid.sparsity_values),
-            "grid.recovers": float(request.recover is not None),
-        }
-        target = f"sparsities match {grid.match}; {grid.budget} budget"
-        yield from self._materials.run_records(target, self._command, **facts)
 
     def _run_cells(self) -> list[bool]:
         own = self._request.own_cells()

@@ -110,9 +110,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
         return "nothing was written" + (f", and {self.path} is as it was" if self.path.exists() else "")
 
-    def new_records(self, name: str = RECORDS) -> RecordFile:
-        """Return a file of records in this folder, which are marked with the configuration."""
-        return RecordFile(self.path / name, config_fingerprint=fingerprint(self.config), silent=not is_main_process())
+    def new_records(self, name: str = RECORDS, *, device: str = "") -> RecordFile:
+        """Return a file of records in this folder, which are marked with the configuration and the device."""
+        marks = {"config_fingerprint": fingerprint(self.config), "device": device}
+        return RecordFile(self.path / name, silent=not is_main_process(), **marks)
 
     def _hold(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """What a run works on: one base model, its tokenizer, the text that is trained on and the text that is scored."""
 
 import gc
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,11 +15,12 @@ from wide.data.batches import TokenBlocks, load_blocks
 from wide.data.corpus import is_same_source
 from wide.data.documents import Document
 from wide.data.tokenizer import check_positions, check_vocabulary, load_tokenizer
+from wide.errors import ConfigError
 from wide.evaluation.evaluate import evaluate
 from wide.evaluation.report import EvaluationReport
 from wide.models.attach import detach, is_attached
 from wide.models.pretrained import device_name
-from wide.records import Content, Record, Subject
+from wide.records import Content, Record, RecordFile, Subject
 from wide.runs.measuring import evaluation_records, routing_of
 from wide.runs.process import say
 from wide.runs.settings import EvalOptions, RunOptions, ScoredTasks, flags_named
@@ -124,13 +126,27 @@ class Materials:
         _ = self.held_out
         return blocks
 
-    def run_records(self, target: str, command: str, **more: Content) -> Iterator[Record]:
-        """Yield what is run, on what and toward what, as records."""
+    def note(self, file: RecordFile, blocks: TokenBlocks, target: str, command: str, **more: Content) -> None:
+        """Record what is run, on what and toward what, unless `file` has that.
+
+        Raises ConfigError if the texts, packed and held out, are not those of then: rows would not compare.
+        """
+        texts = [blocks.content_hash(), *(document.text for document in self.held_out[0] or ())]
         facts: dict[str, Content] = {name: getattr(self._run, name) for name in ("description", "model", "data")}
         facts |= {"target": target, "held-out text": self.held_out[1], "command": command}
         facts["window"] = f"at most {self._scoring.window} tokens at once, in text and tasks"
-        for name, value in (facts | more).items():
-            yield Record(subject="run", metric=name, value=value, unit="text" if isinstance(value, str) else "")
+        facts |= {"texts": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16], **more}
+        before = file.latest("run", "texts")
+        if before is not None and before.value != facts["texts"]:
+            raise ConfigError(
+                f"the text in {self._run.data}, or the held-out text, is not what {file.path} began with, so its "
+                "figures would not compare; bring that text back, or start anew with --overwrite or another --output"
+            )
+        if file.latest("run", "target") is None:
+            file.append(
+                Record(subject="run", metric=name, value=value, unit="text" if isinstance(value, str) else "")
+                for name, value in facts.items()
+            )
 
     def measure(self, subject: Subject) -> tuple[EvaluationReport, Iterator[Record]]:
         """Score the model as it is now, and return what was found, as the records of `subject`, too."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from wide.data.batches import TokenBlocks
 from wide.models.attach import attachment, is_attached
 from wide.records import Record, read_records
 from wide.report.drawing import FOLDER
@@ -36,13 +37,12 @@ class RunResults:
             with flags_named("sample", of=()):
                 encode(materials.model, materials.tokenizer, self._prompt, self._sampling)
 
-    def begin(self, target: str, sparsity: float, command: str) -> None:
+    def begin(self, blocks: TokenBlocks, target: str, sparsity: float, command: str) -> None:
         """Claim the folder, and note what is run."""
         self.records.device = self._materials.device
         self._folder.claim()
         self._target = target
-        if not (self._folder.resume and self.records.latest("run", "target.sparsity")):
-            self.records.append(self._materials.run_records(target, command, **{"target.sparsity": sparsity}))
+        self._materials.note(self.records, blocks, target, command, **{"target.sparsity": sparsity})
 
     def is_due(self, subject: str) -> bool:
         """Return whether a subject is to be measured, and was not yet."""

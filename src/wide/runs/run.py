@@ -114,7 +114,7 @@ class Run:
             forecast.prune(blocks, later, "" if asked.is_papers else self._expected(asked, blocks))
             say(f"\n{self._folder.kept()}")
             return
-        self._results.begin(target, objective.sparsity, self._command)
+        self._results.begin(blocks, target, objective.sparsity, self._command)
         self._results.measure("dense")
         self._adapt_dense(later)
         doing = ", ".join(filter(None, ("training" if method.trains else "deciding", self._expected(asked, blocks))))
@@ -131,7 +131,7 @@ class Run:
         # Attached once before texts are read and anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
         load(self._model, adapter)
-        steers = attachment(self._model).plan.is_routed
+        target = _in_words(objective) if attachment(self._model).plan.is_routed else _UNSTEERED
         self._materials.trained |= attachment(self._model).provenance
         detach(self._model)
         blocks = self._materials.check_text(self._request.recover)
@@ -140,7 +140,7 @@ class Run:
             Forecast(self._request, self._materials, self._folder.config).recover(blocks)
             say(f"\n{self._folder.kept()}")
             return
-        self._results.begin(_in_words(objective) if steers else _UNSTEERED, objective.sparsity, self._command)
+        self._results.begin(blocks, target, objective.sparsity, self._command)
         self._results.measure("dense")
         self._adapt_dense(blocks)
         load(self._model, adapter)
