@@ -377,7 +377,10 @@ def test_eval_puts_dense_beside_pruned(finished, tiny_model_folder, prose_folder
     assert f"written to {tmp_path / 'e'}" in said
     records = read_records(tmp_path / "e" / "records.jsonl")[0]
     assert {record.device for record in records} == {f"cpu, {torch.get_num_threads()} threads"}
+    # LoRA read text that the dense model did not, and the page says so.
+    assert {record.subject for record in records} == {"dense", "pruned + LoRA"}
     assert main(["report", str(tmp_path / "e")]) == 0
+    assert "LoRA also learned from the training text" in (tmp_path / "e" / "report.html").read_text()
     # Which tokens execute is drawn of whatever text is scored.
     assert (tmp_path / "e" / "figures" / "tokens.svg").is_file()
     run = Selection(*read_records(finished / "records.jsonl"))

@@ -1,6 +1,7 @@
 """`wide export`: what a method decided as a checkpoint of its own, and what is refused."""
 
 import errno
+import json
 import resource
 import shutil
 
@@ -77,8 +78,17 @@ def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folde
     assert [path.name for path in output.parent.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize(("kind", "subject"), [("width", "pruned"), ("routed", "pruned"), (None, "dense")])
-def test_records_of_a_checkpoint_say_whether_it_is_pruned(kind, subject, tiny_model_folder, prose_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "stages", "subject"),
+    [
+        ("width", {}, "pruned"),
+        ("depth", {}, "pruned"),
+        ("depth", {"recover": {"text": "elsewhere.txt"}}, "pruned + LoRA"),
+        ("routed", {}, "pruned"),
+        (None, {}, "dense"),
+    ],
+)
+def test_records_of_a_checkpoint_say_what_it_is(kind, stages, subject, tiny_model_folder, prose_folder, tmp_path):
     checkpoint = tmp_path / "model"
     if kind is None:
         shutil.copytree(tiny_model_folder, checkpoint)
@@ -86,6 +96,9 @@ def test_records_of_a_checkpoint_say_whether_it_is_pruned(kind, subject, tiny_mo
         adapter_of(tiny_model_folder, tmp_path / "adapter", kind)
         made = ["--adapter", str(tmp_path / "adapter"), "--output", str(checkpoint), "--device=cpu"]
         assert main(["export", "--model", str(tiny_model_folder), *made]) == 0
+    if stages:
+        facts = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(facts | {"wide_trained_on": stages}))
     scored = ["--data", str(prose_folder), "--tokens=64", "--window=32", "--output", str(tmp_path / "scores")]
     assert main(["eval", "--model", str(checkpoint), "--device=cpu", *scored]) == 0
     assert {record.subject for record in read_records(tmp_path / "scores" / "records.jsonl")[0]} == {subject}

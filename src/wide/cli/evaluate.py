@@ -80,7 +80,7 @@ def run(given: Sequence[str]) -> None:
         options.require_found()
         scoring.require_found()
         folder = None if tasks.output is None else flags.folder(values)
-        report, routing, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
+        report, subject, routing, device = _evaluate(options, scoring, tasks, fused=bool(values["fused"]))
         say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table(), file=printed)
         if folder is None:
             return
@@ -88,7 +88,7 @@ def run(given: Sequence[str]) -> None:
         with folder if writes else nullcontext():
             if writes:
                 folder.claim()
-                file = _write(folder, report, device, options)
+                file = _write(folder, report, subject, device)
             # Scores are there already; all processes of a model measure its routing.
             found = list(routing())
             if writes:
@@ -98,8 +98,8 @@ def run(given: Sequence[str]) -> None:
 
 def _evaluate(
     options: AdapterOptions, scoring: EvalOptions, tasks: TaskOptions, *, fused: bool
-) -> "tuple[EvaluationReport, Callable[[], Iterable[Record]], str]":
-    """Return the scores, what measures routing, and the device."""
+) -> "tuple[EvaluationReport, str, Callable[[], Iterable[Record]], str]":
+    """Return the scores, what of, what measures routing, and the device."""
     from wide.data.tokenizer import load_tokenizer
     from wide.evaluation.evaluate import evaluate
     from wide.evaluation.tasks import check_tasks
@@ -133,32 +133,39 @@ def _evaluate(
     # The base is scored before the adapter is attached: switching routers off would leave LoRA on.
     dense = replace(evaluate(model, documents, **settings), data=name)
     if options.adapter is None:
-        return dense, list, device_name(model)
+        return dense, _subject(model), list, device_name(model)
     attach_adapter(model, options)
     if fused and attachment(model).lora is not None:
         merge_lora(model)
-    report = replace(
-        evaluate(model, documents, fused=fused, weights=tasks.weights, **settings), data=name, dense=dense.model
-    )
-    if documents is None or not attachment(model).routers():
-        return report, list, device_name(model)
-    return (report, partial(routing_of, model, tokenizer, documents, str(name), scoring, "pruned"), device_name(model))
+    report = evaluate(model, documents, fused=fused, weights=tasks.weights, **settings)
+    subject, routing = _subject(model), partial[Any](list)
+    if documents is not None and attachment(model).routers():
+        routing = partial(routing_of, model, tokenizer, documents, str(name), scoring, subject)
+    return replace(report, data=name, dense=dense.model), subject, routing, device_name(model)
 
 
-def _write(folder: "RunFolder", report: "EvaluationReport", device: str, options: AdapterOptions) -> "RecordFile":
-    from wide.models.pretrained import is_pruned_checkpoint
+def _subject(model: Any) -> str:
+    """Return what records call a model: one that was cut carries no plan any more, and LoRA read text."""
+    from wide.models.attach import TRAINED_ON, attachment, is_attached, trained_on
+    from wide.models.pretrained import PRUNED_PREFIX
+
+    config = model.config
+    if not is_attached(model) and not hasattr(config, TRAINED_ON) and not config.model_type.startswith(PRUNED_PREFIX):
+        return "dense"
+    stages = attachment(model).provenance if is_attached(model) else trained_on(model)
+    return "pruned + LoRA" if any(name.endswith("recover") for name in stages) else "pruned"
+
+
+def _write(folder: "RunFolder", report: "EvaluationReport", subject: str, device: str) -> "RecordFile":
     from wide.records import Record
     from wide.runs.measuring import evaluation_records
 
     report.save(folder.path / "evaluation.json")
-    file, data = folder.new_records(), report.data or ""
-    file.device = device
+    file, data = folder.new_records(device=device), report.data or ""
     if report.dense is not None:
         file.append(evaluation_records("dense", report.dense, None, data))
-    # What was cut out of a checkpoint carries no plan any more.
-    subject = "pruned" if options.adapter is not None or is_pruned_checkpoint(options.model) else "dense"
     file.append(evaluation_records(subject, report.model, report.sparsity, data))
     for metric, value in (("routing.flip_rate", report.flip_rate), ("accuracy.retention", report.retention)):
         if value is not None:
-            file.append([Record(subject="pruned", metric=metric, value=value, unit="share")])
+            file.append([Record(subject=subject, metric=metric, value=value, unit="share")])
     return file
