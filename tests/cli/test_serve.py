@@ -17,8 +17,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, ByT5Tokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    ByT5Tokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import wide
 from wide.cli.main import main
@@ -544,6 +552,30 @@ def test_sampling_is_what_is_asked_whatever_the_base_says(base):
             completed(client, temperature=0, generation_config='{"repetition_penalty": 1.0, "stop_strings": "zz"}')
             == greedy
         )
+
+
+@pytest.mark.parametrize("decoder", ["strip", "metaspace"])
+def test_a_completion_keeps_the_space_before_its_first_word(decoder):
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *(f"▁w{index}" for index in range(40))])}
+    rust = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    if decoder == "strip":
+        parts = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        rust.decoder = decoders.Sequence(parts)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "w1"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), max_position_embeddings=128, **sizes)).eval()
+    model.generation_config.eos_token_id = 1
+    client, _ = in_process(model, tokenizer)
+    text = completed(client, prompt="w1 w2", max_tokens=4)
+    assert text == wide.generate(model, "w1 w2", tokenizer=tokenizer, max_new_tokens=4)
+    assert text.startswith(" w")
+    said = client.post("/v1/completions", json={"prompt": "w1 w2", "max_tokens": 4, "stream": True}).text
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in said.split("\n\n") if line) == text
+    answer = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2}).json()
+    assert answer["choices"][0]["message"]["content"].startswith("w")
 
 
 def test_continuous_batching_refuses_or_tells_what_it_would_ignore(base):

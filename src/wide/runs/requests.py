@@ -176,35 +176,34 @@ class _Tool(BaseModel):
     type: Literal["function"]
 
 
-class Completion(Asked):
+class _Counted(Asked):
+    max_tokens: _Tokens | None = None
+    stop: _Stops | None = None
+    # Usage comes with the last chunk anyway.
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+
+
+class Completion(_Counted):
     """A request to `/v1/completions`."""
 
     passed_on: ClassVar[set[str]] = {"prompt"}
 
     prompt: str
-    max_tokens: _Tokens | None = None
-    stop: _Stops | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
-    # Usage comes with the last chunk anyway.
-    stream_options: dict[Literal["include_usage"], bool] | None = None
 
 
-class Chat(Asked):
+class Chat(_Counted):
     """A request to `/v1/chat/completions`."""
 
     passed_on: ClassVar[set[str]] = {"messages", "tools", "chat_template_kwargs"}
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     chat_template_kwargs: dict[str, str | bool | int | float] | None = None
-    max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
-    stop: _Stops | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: None = None
-    # Usage comes with the last chunk anyway.
-    stream_options: dict[Literal["include_usage"], bool] | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto"] | None = None
 

@@ -1,9 +1,11 @@
 """An OpenAI-compatible server of one model: transformers' handlers of requests, behind checks and bounds."""
 
 import asyncio
+import copy
 import inspect
 import json
 import os
+import re
 import socket
 import sys
 import uuid
@@ -136,7 +138,7 @@ class _OneModel:
 
     def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
         self.force_model, self.model, self.tokenizer = name, model, tokenizer
-        self.managers: list[Any] = []
+        self.continuing, self.managers = _continuing(tokenizer), list[Any]()
         self.base = kept_settings(model.generation_config, (*SAMPLING, "stop_strings"))
         if self.base.pad_token_id is None:
             self.base.pad_token_id = tokenizer.eos_token_id
@@ -150,7 +152,18 @@ class _OneModel:
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the model and its tokenizer for the request that is running."""
         call = CALL.get()
-        return _Model(self, call), _Tokenizer(self.model, self.tokenizer, call)
+        tokenizer = self.continuing if isinstance(call.asked, Completion) else self.tokenizer
+        return _Model(self, call), _Tokenizer(self.model, tokenizer, call)
+
+
+def _continuing(tokenizer: Any) -> Any:
+    """Return a tokenizer for texts that go on: that of Llama 2, for one, takes the space off the first word."""
+    twin = copy.deepcopy(tokenizer)
+    if twin.is_fast and (decoder := twin.backend_tokenizer.decoder) is not None:
+        state = re.sub(rb'"prepend_scheme":"\w+"', b'"prepend_scheme":"never"', decoder.__getstate__())
+        decoder.__setstate__(state.replace(b'"start":1', b'"start":0'))
+        twin.backend_tokenizer.decoder = decoder
+    return twin
 
 
 def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastAPI:
@@ -167,8 +180,8 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
     paged = {key: getattr(options, f"cb_{key}") for key in keys if getattr(options, f"cb_{key}") is not None}
     batching = ContinuousBatchingConfig(**paged) if paged else None
     state = GenerationState(continuous_batching=options.continuous_batching, cb_config=batching)
-    completions, chats = CompletionHandler(one, state), ChatCompletionHandler(one, state)
-    responses = ResponseHandler(one, state)
+    kinds = CompletionHandler, ChatCompletionHandler, ResponseHandler
+    completions, chats, responses = (kind(one, state) for kind in kinds)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, version=__version__)
     app.add_middleware(Bounded, limits=limits)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=options.hosts(), www_redirect=False)
@@ -244,10 +257,8 @@ async def _in_words(request: Request, error: Exception) -> AnyResponse:
         return refusal(error.status_code, f"there is no {request.method} {request.url.path}; there are {_ROUTES}")
     if isinstance(error, StarletteHTTPException):
         return refusal(error.status_code, str(error.detail))
-    if isinstance(error, DataError):
-        return refusal(400, str(error))
-    if isinstance(error, (EndedError, CBWorkerDeadError)):
-        return refusal(503, str(error))
+    if isinstance(error, (DataError, EndedError, CBWorkerDeadError)):
+        return refusal(400 if isinstance(error, DataError) else 503, str(error))
     return refusal(*_failure(error))
 
 
@@ -310,10 +321,8 @@ def serve(
     limits = Limits(seconds=options.request_timeout, body_bytes=body_bytes, api_key=options.api_key)
     logging.get_logger("transformers").setLevel(logging.WARNING)
     one = _OneModel(name, model, tokenizer)
-    app = application(one, options, limits)
-    config = uvicorn.Config(
-        app, lifespan="off", timeout_graceful_shutdown=_GRACE_S + 1, limit_concurrency=_MOST_CONNECTIONS
-    )
+    bounds: Any = {"timeout_graceful_shutdown": _GRACE_S + 1, "limit_concurrency": _MOST_CONNECTIONS}
+    config = uvicorn.Config(application(one, options, limits), lifespan="off", **bounds)
     try:
         with stoppable(lambda: f"{name} is no longer served"), own_settings(model):
             _Server(config, limits).run(sockets)

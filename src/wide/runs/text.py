@@ -106,8 +106,7 @@ def continue_prompt(
     """Return the text that follows a prompt, and a line with sizes, tokens per second and what was skipped.
 
     Of the prompt's tokens per second count the seconds until the first token, of the text's the median step; both need
-    a stream. Raises ConfigError if prompt and text do not fit into the model, or there is no template for a chat;
-    DataError if the tokenizer is not the model's.
+    a stream. Raises what `encode` does.
 
     Args:
         model: A causal LM, attached or not, in evaluation mode.
