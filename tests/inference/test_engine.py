@@ -358,6 +358,20 @@ def test_hooks_and_modules_that_came_before_or_after_count():
         torch.testing.assert_close(model(ids).logits, 2 * before, **CLOSE)
 
 
+def test_more_tokens_than_before_are_no_training():
+    model, ids = routed(), tokens(1, 12)
+    model.resize_token_embeddings(105, mean_resizing=False)
+    with torch.no_grad():
+        wanted = model(ids + 8).logits
+        torch.testing.assert_close(optimize(model, backend="torch")(ids + 8).logits, wanted, **CLOSE)
+
+
+def test_tokens_and_embeddings_together_are_refused_as_without_the_engine():
+    model, ids = optimize(routed(), backend="torch"), tokens(1, 12)
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model(ids, inputs_embeds=model.get_input_embeddings()(ids))
+
+
 def test_a_refused_or_restored_model_shares_no_memory():
     model = routed()
     model.model.norm = torch.nn.BatchNorm1d(32)
@@ -443,6 +457,41 @@ def test_behind_left_padding_positions_count_and_what_was_hidden_is_not_shown(le
     for given in ({}, counted, *([{"attention_mask": torch.ones_like(mask)}] if length > 1 else [])):
         with pytest.raises(ShapeError, match=r"hides \[0, 0\] tokens on the left, and before it hid \[4, 0\]"):
             after(**given)
+
+
+@pytest.mark.parametrize("leaves", ["asked", "read", "copied"])
+def test_a_cache_that_left_the_engine_shows_nothing_that_was_hidden(leaves):
+    model, ids = routed(), tokens(2, 12)
+    hidden = padded(torch.cat([ids, ids[:, :2]], 1))["attention_mask"]
+    shown, swapped = torch.ones_like(hidden), hidden.flip(0)
+
+    def after(mask, order=None):
+        places = (padded(ids)["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            cache = model(ids, position_ids=places, **padded(ids)).past_key_values
+            if order is not None:
+                cache.reorder_cache(torch.tensor(order))
+            elif leaves == "read":
+                assert cache.layers
+            cache = copy.deepcopy(cache) if leaves == "copied" else cache
+            places = (hidden if mask is None else mask).cumsum(-1)[:, -2:] - 1
+            given = {"position_ids": places, "attention_mask": mask, "output_hidden_states": leaves == "asked"}
+            return model(ids[:, :2], past_key_values=cache, **given).logits
+
+    wanted = [after(hidden), after(swapped, [1, 0])]
+    optimize(model, backend="torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close([after(hidden), after(swapped, [1, 0])], wanted, **CLOSE)
+        for mask in (shown, None):
+            with pytest.raises(ShapeError, match=r"hides \[0, 0\] tokens on the left, and before it hid \[4, 0\]"):
+                after(mask)
+        # An empty cache that has seen padding begins anew.
+        cache = model(ids, position_ids=torch.arange(12)[None], **padded(ids), use_cache=True).past_key_values
+        cache.reset()
+        more = torch.ones(2, 15, dtype=torch.long).index_fill(1, torch.tensor([3]), 0)
+        again = model(torch.cat([ids, ids[:, :2]], 1), attention_mask=more[:, :14], past_key_values=cache)
+        assert model(ids[:, :1], attention_mask=more, past_key_values=again.past_key_values).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

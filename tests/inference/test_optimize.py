@@ -123,6 +123,8 @@ def test_training_while_optimised_says_what_to_do():
     model.requires_grad_(False)
     with pytest.raises(NotAttachedError, match="no gradients"):
         (model(inputs_embeds=embedded).logits.sum() + embedded.sum()).backward()
+    with pytest.raises(NotAttachedError, match="no gradients"):
+        torch.autograd.grad(model(inputs_embeds=embedded).logits.sum(), embedded)
     model.requires_grad_(True)
     with pytest.warns(UserWarning, match="labels="):
         model(ids, labels=ids)

@@ -134,9 +134,8 @@ def optimize(
         if sample is not None:
             known = sample_layers(model, sample)
             executed = tuple(mean(shares) for shares in zip(*(layer.executed for layer in known), strict=True))  # type: ignore[assignment]
-        command = (
-            None if tune else _tune_command(getattr(model.config, "_name_or_path", ""), state.plan, executed, weights)
-        )
+        name = getattr(model.config, "_name_or_path", "")
+        command = None if tune else _tune_command(name, state.plan, executed, weights)
         _require_measurements(layers, executed, like, command)
         tables = [
             measured_table(each.sizes, device=device, dtype=dtype, executed=one.executed, left=one.left)

@@ -50,9 +50,9 @@ class EngineCache(DynamicCache):
     def __init__(self, config: Any, room: int | None = None, *, is_greedy: bool = False) -> None:
         # A `Slot` of the engine's memory; None once it holds ordinary layers.
         self.slot: Any = None
-        self._config = config
+        self._config, self.tokens = config, 0
         self.room, self.is_greedy, self.has_begun = room, is_greedy, False
-        self.tokens = 0
+        # Of the prompt's sequences, places of which no keys are known; also after it has left the engine.
         self.padding: list[int] | None = None
         # Why it holds ordinary layers.
         self.left_for = ""
@@ -117,7 +117,7 @@ class EngineCache(DynamicCache):
                 # Another thread may have been here first.
                 if self.slot is slot:
                     self._fill(self._layers, slot)
-                    self.slot, self.tokens, self.padding = None, 0, None
+                    self.slot, self.tokens = None, 0
 
     def _fill(self, layers: list[Any], slot: Any) -> None:
         for layer, pair in zip(layers, zip(slot.cache.k, slot.cache.v, strict=True), strict=False):
@@ -126,7 +126,7 @@ class EngineCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineCache":
         """Return an ordinary cache with keys and values of its own."""
         twin = EngineCache(self._config, self.room)
-        twin.left_for = "a copy of a cache"
+        twin.left_for, twin.padding = "a copy of a cache", self.padding
         if self.slot is None:
             twin._layers = copy.deepcopy(self._layers, memo)
         else:
@@ -147,6 +147,5 @@ def _padded(part: Tensor, padding: list[int] | None) -> Tensor:
     """Return keys or values [B, H, T, d] with each sequence moved behind its padding, in memory of their own."""
     part = part.clone()
     for row, places in enumerate(padding or ()):
-        if places:
-            part[row] = part[row].roll(places, dims=1)
+        part[row] = part[row].roll(places, dims=1)
     return part

@@ -34,7 +34,7 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
     """Return which call a forward's arguments are, their tokens [B, T] or embeddings [B, T, D], and their cache."""
     ids = given.get("input_ids")
     x = given.get("inputs_embeds") if ids is None else ids
-    if not isinstance(x, Tensor) or not x.numel():
+    if not isinstance(x, Tensor) or not x.numel() or (ids is not None and given.get("inputs_embeds") is not None):
         raise Masked
     is_paged = ids is not None and is_paged_step(given)
     if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -58,7 +58,7 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
     if cache.slot is None and cache.get_seq_length():
         raise Masked(cache.left_for)
     if cache.tokens and given.get("attention_mask") is None and not is_trusted(cache):
-        _require_hidden(cache, None)
+        require_hidden(cache, None)
     is_step = cache.slot is not None and cache.tokens and ids is not None and x.shape[1] == 1
     return "step" if is_step else "prompt", x, cache
 
@@ -78,8 +78,8 @@ def prompt(
     if isinstance(padding, str):
         raise Masked(padding)
     places = None if padding is None else padding.tolist()
-    if past and (cache is None or cache.padding != places):
-        _require_hidden(cache, places)
+    if cache is not None and past and cache.padding != places:
+        require_hidden(cache, given.get("attention_mask"))
         raise Masked("another left padding than that of the tokens before")
     if cache is not None:
         cache.padding = places
@@ -107,14 +107,9 @@ def _prompt(
     run: ForwardOptions,
     kept: int | Tensor,
 ) -> Tensor:
-    """Return the logits [B, kept, V] that are wanted, and keep keys and values.
+    """Return the logits [B, kept, V] that are wanted, and keep keys and values behind `past` of each sequence.
 
-    Args:
-        x: Tokens [B, T] behind their left padding, or their embeddings [B, T, D].
-        past: Tokens that the cache has of each sequence, padding included.
-        padding: Left padding of each sequence, int64 [B]; None without.
-        places: The same on the host.
-        kept: `logits_to_keep`.
+    What `past` counts and `x` holds includes the left padding, int64 [B] or None; `places` is the same on the host.
     """
     if past and cache is not None and cache.slot is not None and cache.slot.decoder is not memory.decoder:
         raise Masked(_OTHER_MODEL)
@@ -135,8 +130,7 @@ def _prompt(
     is_plain = x.dim() == 2 and isinstance(kept, int) and kept == 1 and run.record is None
     if past:
         # The reference would read all of the memory.
-        has_kernel = decoder.tables[0].backend != "torch"
-        is_plain = is_plain and has_kernel and slot is not None and batch == 1 and padding is None
+        is_plain = is_plain and decoder.tables[0].backend != "torch" and batch == 1 and padding is None
     if is_plain and has_graph(x, None if slot is None else decoder.widest):
         # A call that keeps nothing borrows memory of all layers, for the sake of its graph.
         lent = memory.free(batch, length) if slot is None else slot
@@ -155,11 +149,16 @@ def _prompt(
     return decoder.logits(residual, run, kept_rows(batch, length, kept, padding, x.device)).unflatten(0, (batch, -1))
 
 
-def _require_hidden(cache: EngineCache | None, places: list[int] | None) -> None:
-    """Raise ShapeError if left padding, for each sequence, is less than that of the tokens before: it has no keys."""
-    before = [] if cache is None or cache.padding is None else cache.padding
-    now = places or [0] * len(before)
-    if any(map(operator.lt, now, before)):
+def require_hidden(cache: EngineCache, mask: Any) -> None:
+    """Raise ShapeError if a mask (None shows all) shows left padding of the prompt: the engine kept no keys of it."""
+    if not cache.get_seq_length():
+        cache.padding = None
+    before = cache.padding or []
+    if not any(before) or (mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2)):
+        return
+    now = [0] * len(before) if mask is None else (mask.cumsum(-1) == 0).sum(-1).tolist()
+    # Sequences may have changed places since, or been repeated.
+    if len(now) == len(before) and any(map(operator.lt, sorted(now), sorted(before))):
         raise ShapeError(
             f"the attention mask hides {now} tokens on the left, and before it hid {before}, of which wide.optimize "
             "keeps no keys; hide them again, or begin with an empty cache"
@@ -179,10 +178,7 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
     if cache.tokens >= decoder.max_length:
         raise Masked(f"a text of more than {decoder.max_length} tokens")
     trusted, grows = is_trusted(cache), cache.tokens >= slot.cache.room
-    if trusted and not grows and run.record is None:
-        memory.join()
-    else:
-        memory.claim()
+    (memory.join if trusted and not grows and run.record is None else memory.claim)()
     if grows:
         slot = memory.grow(cache, cache.tokens + 1)
     unexpected = None if trusted else unexpected_rows(given, slot.cache.lengths + 1, cache.padding)

@@ -1,8 +1,7 @@
 """What an optimised model runs when it is called: prompts straight through the layers, decode steps from CUDA graphs.
 
 `generate()` and direct calls keep transformers' interface and semantics. The engine takes what it understands, one run
-of causal keys a sequence with left padding, over memory of its own. Everything else runs masked, as before
-`wide.optimize`, with one warning that names the reason.
+of causal keys a sequence with left padding, over memory of its own. All else runs masked, and a warning says why.
 """
 
 import functools
@@ -20,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from wide.errors import NotAttachedError, UnsupportedModelError, is_out_of_memory
 from wide.inference.engine.batching import PagedBatching, handed_on
 from wide.inference.engine.cache import EngineCache
-from wide.inference.engine.calls import Answer, Kind, Masked, paged_step, prompt, read_call, step
+from wide.inference.engine.calls import Answer, Kind, Masked, paged_step, prompt, read_call, require_hidden, step
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.generation import wrap_generation
 from wide.inference.engine.layer import ForwardOptions
@@ -47,9 +46,8 @@ class Engine:
         self._control, self._routers = state.control, state.routers()
         # What a static plan leaves is copied out of layers whose own weights stay.
         self._is_cut = not state.plan.is_routed and (state.plan.is_static or state.replaced is not None)
-        self._copied = (
-            [part for spec in state.specs for part in spec.layer.modules()] if self._is_cut else self._routers
-        )
+        parts = [part for spec in state.specs for part in spec.layer.modules()]
+        self._copied = parts if self._is_cut else self._routers
         self._own_hooks = {handle.id for handle in state.handles}
         self._tables, self._weights = tuple(tables), weights
         self._plain: Any = model.forward
@@ -191,12 +189,14 @@ class Engine:
             self._say(reason)
             if isinstance(cache, EngineCache):
                 cache.leave_engine(reason)
+                require_hidden(cache, given.get("attention_mask"))
             with self._counted():
                 return self._plain(*args, **handed_on(self._model.config, kwargs))
-        embedded = given.get("inputs_embeds")
-        if torch.is_grad_enabled() and ((embedded is not None and embedded.requires_grad) or self._snapshot.learns()):
+        embedded: Any = given.get("inputs_embeds")
+        asks = embedded is not None and embedded.requires_grad
+        if torch.is_grad_enabled() and (asks or self._snapshot.learns()):
             # The operators have no gradients: whoever asks for one is told so.
-            logits = logits.detach().requires_grad_()
+            logits = logits.detach() + 0 * embedded.flatten()[0] if asks else logits.detach().requires_grad_()
             logits.register_hook(refuse_gradients)
         out = CausalLMOutputWithPast(None, logits, cache)  # type: ignore[arg-type]
         return out.to_tuple() if given.get("return_dict") is False else out

@@ -122,8 +122,7 @@ class Memory:
         """Let the current stream wait for the one that used the memory last."""
         device = self.decoder.device
         if device.type == "cuda":
-            if self.pool is None:
-                self.pool = GraphPool(device)
+            self.pool = self.pool or GraphPool(device)
             stream = torch.cuda.current_stream(device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)
@@ -145,8 +144,7 @@ class Memory:
         # A processor may bar tokens that the model has logits but no embedding of.
         if step is None or step.logits.shape[1] > len(self.decoder.embedding):
             return False
-        if self._next is None:
-            self._next = NextStep(step.ids.device)
+        self._next = self._next or NextStep(step.ids.device)
         self._next.begin(step, slot.cache)
         return True
 

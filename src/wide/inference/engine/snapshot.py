@@ -38,7 +38,8 @@ class Snapshot:
 
     def require_unhooked(self) -> None:
         """Raise NotAttachedError if a part trains, Masked if one has another hook or forward than before."""
-        if any(part.training for part in self._parts):
+        # Linear layers and embeddings are the same in training, and `resize_token_embeddings` leaves new ones in it.
+        if any(part.training for part in self._parts if type(part) not in (nn.Linear, nn.Embedding)):
             raise NotAttachedError(IN_TRAINING)
         hooks = [each for part in self._parts for each in (part._forward_hooks, part._forward_pre_hooks) if each]
         # transformers leaves hooks behind that do nothing once a call has asked for hidden states.
