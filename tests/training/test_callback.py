@@ -229,6 +229,23 @@ def test_what_was_read_and_calibrated_before_is_told_apart():
     assert state.thresholds_by_sparsity
 
 
+def test_what_an_interrupted_training_left_on_ends_with_the_next_one():
+    model, text = routed_model().train(), batch()
+
+    def loss(state=0):
+        torch.manual_seed(state)
+        return float(model(input_ids=text.input_ids, labels=text.labels).loss.detach())
+
+    plain = loss()
+    wide.RouterCallback(0.9).begin(model, steps=2)
+    interrupted = loss()
+    routers = wide.RouterCallback(0.9)
+    routers.begin(model, steps=2)
+    assert loss() == interrupted != plain
+    routers.end()
+    assert loss() == plain
+
+
 class Stopping(TrainerCallback):
     """Ends the training after an evaluation, as early stopping does."""
 

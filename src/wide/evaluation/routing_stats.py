@@ -157,8 +157,7 @@ class HalfCounter:
         for lag in range(1, min(MAX_LAG, length - 1) + 1):
             known = valid[:, lag:] & valid[:, :-lag]
             earlier, later = executed[:, :-lag] & known.unsqueeze(-1), executed[:, lag:] & known.unsqueeze(-1)
-            sums = [part.sum((0, 1)) for part in (earlier, later, earlier & later)]
-            self._lags[lag - 1] += torch.stack(sums)
+            self._lags[lag - 1] += torch.stack([part.sum((0, 1)) for part in (earlier, later, earlier & later)])
             self._pairs[lag - 1] += known.sum()
 
     def rates(self) -> Tensor:

@@ -159,8 +159,7 @@ def _slice(model: nn.Module, plan: Plan, specs: Sequence[BlockSpec], tensors: Ma
 
 
 def _each_layer(plan: Plan, specs: Sequence[BlockSpec]) -> Iterator[tuple[BlockSpec, LayerPlan]]:
-    pairs = zip(specs, plan.layers, strict=True)
-    return progress(pairs, title="materialise", total=len(specs), unit="layer")
+    return progress(zip(specs, plan.layers, strict=True), title="materialise", total=len(specs), unit="layer")
 
 
 def _layers_left(plan: Plan) -> list[int]:

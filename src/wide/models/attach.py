@@ -73,6 +73,7 @@ class Attachment:
         provenance: JSON-ready facts that training adds and the adapter stores (targets, steps, sparsity reached).
         thresholds_by_sparsity: (sparsity, threshold) points, ascending; empty until they are calibrated.
         engine: What `wide.optimize` put in the place of the model's forward.
+        loop: The `RouterCallback` that is on.
     """
 
     plan: Plan
@@ -90,6 +91,7 @@ class Attachment:
     thresholds_by_sparsity: list[tuple[float, float]] = field(default_factory=list)
     lora: Any = None
     engine: Any = None
+    loop: Any = None
 
     def require_not_optimised(self) -> None:
         """Refuse to change what `wide.optimize` has copies of; raises NotAttachedError."""

@@ -38,8 +38,7 @@ class StaticGate(nn.Module):
         self, scale: Tensor, *, control: RoutingControl, layer_index: int, half: str, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        values = scale.detach().to(device=device, dtype=torch.float32, copy=True)
-        self.scale = nn.Parameter(values, requires_grad=False)
+        self.scale = nn.Parameter(scale.detach().to(device=device, dtype=torch.float32, copy=True), requires_grad=False)
         self.transform: Callable[[Tensor], Tensor] | None = None
         self.control = control
         self.layer_index = layer_index

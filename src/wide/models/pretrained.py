@@ -135,8 +135,7 @@ def load_pretrained(
     for key, kind in _GENERATION.items():
         typed(kind, getattr(model.generation_config, key, None), f"{name}: {key} of the configuration")
     forbid_packing(model)
-    is_placed = sharded or options.get("device_map") is not None
-    return (model if is_placed else model.to(where)).eval()
+    return (model if sharded or options.get("device_map") is not None else model.to(where)).eval()
 
 
 def dequantising(name: str, stored: Mapping[str, Any]) -> dict[str, Any] | None:

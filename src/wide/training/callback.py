@@ -146,6 +146,10 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         state = attachment(model)
         if not any(parameter.requires_grad for router in state.routers() for parameter in router.parameters()):
             raise ConfigError("no router of this model is trainable; set requires_grad of their parameters")
+        if state.loop is not None:  # Since a training that was interrupted: its term would be in the loss, too.
+            state.loop.end()
+        state.loop = self
+        self._open.callback(setattr, state, "loop", None)
         device = next(model.parameters()).device
         self._parallel = DataParallel.from_environment(device)
         forget_thresholds(model)

@@ -74,8 +74,7 @@ def cluster_channels(
         columns = {i: whole(weight.detach()).float().norm(dim=0) for i, weight in weights.items()}
         for index in progress(own, title="clustering channels", unit="layer"):
             # The squared size of what each channel adds to the output, `[tokens, F]`.
-            read = thinned(inputs.pop(index)).to(columns[index].device).float()
-            energy = torch.square(read * columns[index])
+            energy = torch.square(thinned(inputs.pop(index)).to(columns[index].device).float() * columns[index])
             orders[index] = channel_order(energy, num_groups=wanted[index][1], skipped=skipped, seed=seed)
         for place, index in enumerate(indices):
             order = orders.get(index, torch.empty(wanted[index][0].width, dtype=torch.int64)).to(parallel.device)

@@ -303,8 +303,7 @@ def _meet(model: nn.Module, batches: Sequence[TokenBatch], sparsity: float, meas
     if not sparsity:
         return
     # Neighbours on both sides, so that the target lies between calibrated ones.
-    points = [sparsity / 2, sparsity, (1 + sparsity) / 2]
-    calibrate_thresholds(model, batches, measure=measure, sparsities=points)
+    calibrate_thresholds(model, batches, measure=measure, sparsities=[sparsity / 2, sparsity, (1 + sparsity) / 2])
     threshold = set_sparsity(model, sparsity)
     for router in attachment(model).routers():
         assert router.bias is not None
