@@ -13,9 +13,10 @@ from transformers import (
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError
+from wide.grouping import Grouping
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.observe import bypass, capture_routing, force_routing, observe
-from wide.plan import Dense, LayerPlan, Plan
+from wide.plan import Dense, LayerPlan, Plan, Routed
 
 
 def test_default_attention_groups_are_the_gqa_groups():
@@ -113,6 +114,18 @@ def test_a_plan_may_route_some_halves_only():
     assert routing[1].attention is None
     assert routing[1].ffn is not None
     assert len(attachment(model).routers()) == 3
+
+
+def test_a_plan_that_protects_first_tokens_unalike_is_refused_before_anything_changes():
+    model, ids = make("llama"), tokens()
+    protecting = [Routed(grouping=Grouping(32, 16), rank=2, first_tokens=count) for count in (2, 4)]
+    plan = Plan(tuple(LayerPlan(attention=half, ffn=Dense()) for half in protecting))
+    with torch.no_grad():
+        before = model(ids).logits
+        with pytest.raises(ShapeError, match=r"as many first tokens or none, this one says \[2, 4\]"):
+            attach(model, plan)
+        assert torch.equal(model(ids).logits, before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_forced_masks_of_a_wrong_shape_are_refused():

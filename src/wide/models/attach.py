@@ -225,6 +225,7 @@ def attach(
     check_plan(plan, specs, tensors)
     _check_settings(config, orders, has_weights=bool(weights))
     state = Attachment(plan=plan, specs=specs, control=RoutingControl(Sampling()), base=fingerprint(model, specs))
+    _protect_first_tokens(model, state)
     if weights:
         state.replaced = ReplacedWeights(model, weights, state.control)
         state.parts += [(module, "forward") for module in state.replaced.wrap(model)]
@@ -235,7 +236,6 @@ def attach(
         _attach_layer(spec, layer, tensors, state)
     if plan.stream is not None:
         attach_stream(specs, tensors, state.control, state.handles, state.parts)
-    _protect_first_tokens(model, state)
     setattr(model, _ATTRIBUTE, state)
     state.weights_seen = sampled_values(model)
     # A class of full checkpoints writes the plan, too.
