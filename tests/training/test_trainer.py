@@ -117,9 +117,15 @@ def test_only_routers_change_and_every_flag_is_put_back():
         assert torch.equal(parameter.detach(), before[name]) != ("wide_router" in name), name
 
 
-def test_dropout_of_the_base_is_off_in_training():
+@pytest.mark.parametrize("wrapped", [False, True], ids=["whole", "peft"])
+def test_dropout_of_the_base_is_off_in_training(wrapped):
     model = routed_model(attention_dropout=0.5)
+    if wrapped:
+        peft = pytest.importorskip("peft")
+        # Of the caller's own, which is frozen, too.
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5))
     with training_mode(model, routers=True, gradient_checkpointing=True):
+        assert not any(m.training for n, m in model.named_modules() if "lora_dropout" in n)
         assert not any(m.training for n, m in model.named_modules() if n.endswith(("self_attn", "mlp")))
         assert all(router.training for router in attachment(model).routers())
 

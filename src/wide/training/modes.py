@@ -60,7 +60,7 @@ def training_mode(
             parameter.requires_grad_(id(parameter) in chosen)
         model.eval()
         for name, module in model.named_modules():
-            if name.endswith("lora_dropout"):
+            if name.endswith("lora_dropout") and attachment(model).lora is not None:
                 module.train()
         for router in attachment(model).routers() if routers else ():
             router.train()
