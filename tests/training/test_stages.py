@@ -360,6 +360,10 @@ def test_no_block_of_stage_1_is_read_again_under_another_seed(seeds, texts, tiny
     assert not set(read[1]) & (first | second)
     recover(pruned, source, stage=lora_stage(**sizes | {"batch_size": 3, "steps": 1}))
     assert attachment(pruned).provenance["recover"]["order"]["first_sample"] == 55
+    other = batch_source(texts[::-1], pruned, tokenizer=tiny_tokenizer, stage=StageConfig(sequence_length=256))
+    for text, first_sample in ((other, 0), (source, 60), (other, 3)):
+        recover(pruned, text, stage=lora_stage(**sizes | {"batch_size": 3, "steps": 1}))
+        assert attachment(pruned).provenance["recover"]["order"]["first_sample"] == first_sample
 
 
 def test_what_every_run_of_a_stage_read_is_remembered(texts, tiny_tokenizer):

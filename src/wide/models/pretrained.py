@@ -433,8 +433,7 @@ def sampled_values(model: nn.Module) -> Tensor | None:
         if flat is None or not flat.is_floating_point() or name in dequantised:
             pieces.append(torch.full((_VALUES_PER_TENSOR,), math.nan))
             continue
-        stride = max(1, flat.numel() // _VALUES_PER_TENSOR)
-        pieces.append(flat[::stride][:_VALUES_PER_TENSOR].float().cpu())
+        pieces.append(flat[:: max(1, flat.numel() // _VALUES_PER_TENSOR)][:_VALUES_PER_TENSOR].float().cpu())
     return torch.cat(pieces) if pieces else None
 
 

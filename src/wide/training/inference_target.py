@@ -84,8 +84,7 @@ def _chosen(
         )
     if in_range and objective.target == "uniform" and len(kinds) == 2:
         return balanced_thresholds(model, batches, target, tolerance=_TOLERANCE)
-    moved = in_range and abs(argmax - target) > _TOLERANCE
-    return [set_sparsity(model, target) if moved else 0.0] * len(routers)
+    return [set_sparsity(model, target) if in_range and abs(argmax - target) > _TOLERANCE else 0.0] * len(routers)
 
 
 def calibration_size(read: int) -> int:

@@ -281,8 +281,7 @@ def _threshold(importance: Sequence[Tensor], weights: Sequence[float], sparsity:
     mass = [torch.full((part.numel(),), weight / part.numel()) for part, weight in zip(parts, weights, strict=True)]
     order = values.argsort()
     below = torch.cat(mass).double()[order].cumsum(0)
-    index = int((below < sparsity).sum())
-    return float(values[order[min(index, len(values) - 1)]])
+    return float(values[order[min(int((below < sparsity).sum()), len(values) - 1)]])
 
 
 def _set(router: Router, directions: Tensor, mixing: Tensor, bias: Tensor) -> None:

@@ -228,15 +228,17 @@ def _run(
     settings, facts = start
     data, provenance = describe_source(source), attachment(model).provenance
     text, split = getattr(source, "name", None), getattr(source, "split", None)
-    before = [provenance.get(each, {}) for each in ("recover", "prune") if name == "recover"]
-    earlier = next((each for each in before if each.get("data") == data), None)
-    seed, read, content = None, 0, None
+    seed, content, earlier, read = None, None, None, 0
+    for each in provenance.values() if name == "recover" else ():
+        # Not the latest stage alone: between two on the same blocks there may be one on others.
+        if isinstance(each, dict) and each.get("data") == data:
+            batch, skipped = each["stage"]["batch_size"], each.get("order", {}).get("first_sample", 0)
+            samples = (each["steps"] - (-skipped // batch)) * batch
+            earlier, read = (each, samples) if samples > read else (earlier, read)
     if isinstance(source, TokenBlocks):
         seed, content = source.seed, None if options.output is None else source.content_hash()
     if earlier is not None:
         # On the same blocks, those that earlier stages read are left out: the first ones of their order, which is kept.
-        batch, skipped = earlier["stage"]["batch_size"], earlier.get("order", {}).get("first_sample", 0)
-        read = (earlier["steps"] - (-skipped // batch)) * batch
         if isinstance(source, TokenBlocks):
             seed = earlier.get("order", {}).get("seed", earlier["stage"]["seed"])
             source = source.cut(source.sequence_length, seed=seed)

@@ -142,8 +142,7 @@ class _TokenLoss(torch.autograd.Function):
         ctx.gradient = gradient
         entropy, divergence = sums.unbind()
         ctx.mark_non_differentiable(entropy, divergence)
-        loss = entropy * (1.0 - distillation) + divergence * distillation
-        return loss, entropy, divergence
+        return entropy * (1.0 - distillation) + divergence * distillation, entropy, divergence
 
     @staticmethod
     @once_differentiable
