@@ -244,6 +244,10 @@ def test_what_an_interrupted_training_left_on_ends_with_the_next_one():
     assert loss() == interrupted != plain
     routers.end()
     assert loss() == plain
+    wide.RouterCallback(0.9).begin(model, steps=2)
+    wide.detach(model)
+    assert not model._forward_hooks
+    assert not model.model._forward_hooks
 
 
 class Stopping(TrainerCallback):

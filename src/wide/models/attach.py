@@ -283,6 +283,8 @@ def detach(model: ModelT) -> ModelT:
     state.require_not_optimised()
     if state.lora is not None:
         state.lora.unload()
+    if state.loop is not None:
+        state.loop.end()
     for handle in state.handles:
         handle.remove()
     for module, name in state.parts:
