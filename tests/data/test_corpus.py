@@ -342,6 +342,24 @@ def test_what_is_scored_of_a_source_was_not_made_for_training(tmp_path, monkeypa
     ]
 
 
+def test_parts_of_a_mixture_that_hold_out_otherwise_of_the_same_text_are_refused(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("".join(f"line {line} of {number}\n" for line in range(40)))
+    one, rows = tmp_path / "3.txt", tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {row}"}) + "\n" for row in range(40)))
+    # As a part of its own the file holds out its tail, which the folder trains on.
+    name = f"{tmp_path}=0.5,{one}=0.5"
+    for split in ("train", "heldout"):
+        with pytest.raises(DataError, match=r"3\.txt share text, and hold out other parts of it; name"):
+            next(load_documents(name, split=split))
+    assert next(load_documents(name)).text
+    # Rows are held out by their names, wherever they are named.
+    trained, held = (set(load_documents(f"{tmp_path}=1,{rows}=1", split=each)) for each in ("train", "heldout"))
+    assert trained
+    assert held
+    assert not trained & held
+
+
 @pytest.mark.parametrize("shares", ["a.jsonl=x", "a.jsonl=0.5,b.jsonl", "a.jsonl=-1,b.jsonl=1", "a.txt=1,a.txt=2"])
 def test_what_is_no_mixture_is_named(shares):
     with pytest.raises(DataError, match=rf"'{shares}' cannot be read as a mixture; wanted sources and positive shares"):

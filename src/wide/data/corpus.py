@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +201,11 @@ def _documents(
 ) -> Iterator[Document]:
     shares = mixture(source)
     if shares:
-        return _mixed({name: _documents(name, split, text_field, tokenizer) for name in shares}, shares)
+        reading: dict[str, Any] = {"text_field": text_field, "tokenizer": tokenizer}
+        for one, other in combinations(shares, 2) if split in ("train", "heldout") else ():
+            if is_held_out_alike(one, other, **reading) is False:
+                raise DataError(f"{one} and {other} share text, and hold out other parts of it; name that text once")
+        return _mixed({name: _documents(name, split, **reading) for name in shares}, shares)
     split = read_split(source, split)
     if source == PYTHON_DOCS:
         return split_documents(python_docs(), split or "train")
