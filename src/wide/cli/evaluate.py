@@ -84,16 +84,12 @@ def run(given: Sequence[str]) -> None:
         say(json.dumps(report.to_json(), indent=2) if values["json"] else report.table(), file=printed)
         if folder is None:
             return
-        writes = is_main_process()
-        with folder if writes else nullcontext():
-            if writes:
-                folder.claim()
-                file = _write(folder, report, subject, device)
+        with folder:
+            folder.claim()
+            file = _write(folder, report, subject, device)
             # Scores are there already; all processes of a model measure its routing.
-            found = list(routing())
-            if writes:
-                file.append(found)
-                say(f"written to {folder.path}")
+            file.append(list(routing()))
+            say(f"written to {folder.path}")
 
 
 def _evaluate(
@@ -160,7 +156,8 @@ def _write(folder: "RunFolder", report: "EvaluationReport", subject: str, device
     from wide.records import Record
     from wide.runs.measuring import evaluation_records
 
-    report.save(folder.path / "evaluation.json")
+    if is_main_process():
+        report.save(folder.path / "evaluation.json")
     file, data = folder.new_records(device=device), report.data or ""
     if report.dense is not None:
         file.append(evaluation_records("dense", report.dense, None, data))

@@ -15,7 +15,7 @@ from wide.comparison.grid import DENSE, CompareRequest, GridOptions, as_many_tok
 from wide.errors import EvaluationError, WideError
 from wide.evaluation.report import EvaluationReport
 from wide.evaluation.tasks import check_tasks
-from wide.methods.apply import PROVENANCE, apply, expected_time, shares_of
+from wide.methods.apply import PROVENANCE, SHARES, apply, expected_time, shares_of
 from wide.methods.catalogue import Match, get
 from wide.methods.method import Target
 from wide.methods.routed import effort_of
@@ -34,15 +34,6 @@ from wide.training.modes import rehearsal
 from wide.training.stages import recover
 from wide.training.trainer import micro_batch_size
 
-_SHARES = {
-    "mean": "nominal",
-    "attention": "attention",
-    "ffn": "ffn",
-    "linear_flops_layers": "linear_flops",
-    "parameters_removed": "parameters_removed",
-    "kv_cache_kept": "kv_cache_kept",
-}
-"""Metric below 'sparsity.' -> field of a method's report."""
 _COUNTED: dict[Match, str] = {"nominal": "as the method does", "linear_flops": "linear FLOPs of the decoder layers"}
 
 
@@ -223,7 +214,7 @@ def draw(folder: Path, *, quiet: bool = False) -> None:
 def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) -> Iterator[Record]:
     """Yield what the method's report says, with the cost of LoRA in its place where that is the stage."""
     report = provenance[PROVENANCE]
-    for metric, name in _SHARES.items():
+    for name, metric in SHARES.items():
         yield Record(subject=stage, metric=f"sparsity.{metric}", value=report[name], unit="share")
     cost = report
     if stage.recovered:

@@ -22,6 +22,11 @@ from wide.models.sharding import require_unsharded
 
 PROVENANCE = "method"
 """Key in an attachment's provenance of what `apply` returns."""
+SHARES = {
+    **{name: name for name in ("attention", "ffn", "parameters_removed", "kv_cache_kept")},
+    **{"nominal": "mean", "linear_flops": "linear_flops_layers"},
+}
+"""Name of a share in such a report -> field of `Sparsity`."""
 # Where a number is a choice of the machine or of chance, not of the method; and what the row's own sentences tell,
 # because the default is not the original's.
 _FREE = {"seed", "micro_batch_size", "search_batch_size", "gradient_checkpointing", "compile", "checkpoint_every"}
@@ -158,14 +163,7 @@ def shares_of(model: nn.Module, blocks: TokenBlocks) -> dict[str, float]:
         found = counter.result()
     else:
         found = static_sparsity(model)
-    return {
-        "nominal": found.mean,
-        "attention": found.attention,
-        "ffn": found.ffn,
-        "linear_flops": found.linear_flops_layers,
-        "parameters_removed": found.parameters_removed,
-        "kv_cache_kept": found.kv_cache_kept,
-    }
+    return {name: getattr(found, field) for name, field in SHARES.items()}
 
 
 def _changes(method: Method, settings: Any, stage: StageConfig, objective: ObjectiveConfig | None) -> tuple[str, ...]:

@@ -86,9 +86,9 @@ def sublayer_plan(specs: Sequence[BlockSpec], **router: Any) -> Plan:
     return plan_of(specs, routed)
 
 
-def linear_work(specs: Sequence[BlockSpec], plan: Plan) -> tuple[float, float]:
-    """Return the FLOP of a token in matrix products of all layers: those that a plan routes or prunes, and all."""
-    layers = costs(specs, plan, 0).layers
+def linear_work(specs: Sequence[BlockSpec], plan: Plan, heads: Any = None) -> tuple[float, float]:
+    """Return a token's FLOP in the layers' products: what a plan routes or prunes, and all; `heads` as in `costs`."""
+    layers = costs(specs, plan, 0, heads=heads).layers
     return sum(cost.prunable + cost.removed + cost.removed_kv for cost in layers), sum(cost.total for cost in layers)
 
 
@@ -115,14 +115,12 @@ def channels_share(specs: Sequence[BlockSpec], target: Target, kept: Sequence[Te
 
     Keys and values that no head reads any more count; `kept` says by layer which query heads are kept, bool `[H_q]`.
     """
-    layers = costs(specs, sublayer_plan(specs, rank=1), 0).layers
     units = [Grouping(spec.attention.query_width, spec.attention.head_dim) for spec in specs]
     left = [Kept(grouping=of, kept=int(heads.sum())) for of, heads in zip(units, kept, strict=True)]
     plan = Plan(tuple(LayerPlan(attention=half) for half in left))
-    pruned = costs(specs, plan, 0, heads={spec.index: heads for spec, heads in zip(specs, kept, strict=True)}).layers
-    removed = sum(layer.removed + layer.removed_kv for layer in pruned)
-    wanted = target.sparsity * sum(layer.total for layer in layers) - removed
-    return min(max(wanted / sum(layer.ffn for layer in layers), 0.0), 1.0)
+    removed, total = linear_work(specs, plan, dict(enumerate(kept)))
+    ffn = sum(layer.ffn for layer in costs(specs, sublayer_plan(specs, rank=1), 0).layers)
+    return min(max((target.sparsity * total - removed) / ffn, 0.0), 1.0)
 
 
 def width_share(specs: Sequence[BlockSpec], target: Target) -> float:

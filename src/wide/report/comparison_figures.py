@@ -12,9 +12,7 @@ from wide.report.selection import SUBLAYERS
 _WORK = "sparsity.linear_flops_layers"
 _PANELS = {RATIO: "perplexity, x dense", RETENTION: "average accuracy, share of dense"}
 _MIDDLE = 0.5
-_OF_SPEED = (
-    *("what", "tokens", "batch", "speedup", "median_us", "skipped_attention", "skipped_ffn", "candidate", "device"),
-)
+_SPEED = ("what", "tokens", "batch", "speedup", "median_us", "skipped_attention", "skipped_ffn", "candidate", "device")
 # What is worse than this many times dense would squeeze everything else; figures.yaml says so, too.
 _HIGHEST = 6
 
@@ -91,7 +89,7 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
                     "perplexity": value,
                     "drawn": min(value, top),
                     "words": f"{100 * cell.sparsity:.3g}{' ↑' if value > top else ''}",
-                    **{name: forward[name] for name in _OF_SPEED},
+                    **{name: forward[name] for name in _SPEED},
                 }
             )
     # Prefills before steps, the larger shape first.

@@ -18,9 +18,7 @@ _CHARGED = "reorder charged"
 _NOT_OURS = ("dense", "operator, nothing skipped")
 # What equal measurements share.
 _OPERATOR = ("operator", "device", "group_size", "batch", "tokens", "active")
-_FORWARD = (
-    *("device", "model", "adapter", "checkpoint", "group_size", "what", "call", "tokens", "batch", "candidate"),
-)
+_FORWARD = ("device", "model", "adapter", "checkpoint", "group_size", "what", "call", "tokens", "batch", "candidate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -139,8 +139,8 @@ class Materials:
         before = file.latest("run", "texts")
         if before is not None and before.value != facts["texts"]:
             raise ConfigError(
-                f"the text in {self._run.data}, or the held-out text, is not what {file.path} began with, so its "
-                "figures would not compare; bring that text back, or start anew with --overwrite or another --output"
+                f"the text in {self._run.data}, or the held-out text, is not what {file.path} began with; bring it "
+                "back, or start anew with --overwrite or another --output"
             )
         if file.latest("run", "target") is None:
             file.append(

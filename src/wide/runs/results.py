@@ -32,14 +32,13 @@ class RunResults:
         self._folder, self._materials, self._processes = folder, materials, processes
         self._draws, self._prompt, self._target = request.run.report, request.sample.prompt, ""
         self._sampling = GenerationOptions(max_new_tokens=request.sample.tokens, temperature=0.8, top_p=0.9)
-        self.records = folder.new_records()
+        self.records = folder.new_records(device=materials.device)
         if self._prompt and request.scoring.tokens != 0:
             with flags_named("sample", of=()):
                 encode(materials.model, materials.tokenizer, self._prompt, self._sampling)
 
     def begin(self, blocks: TokenBlocks, target: str, sparsity: float, command: str) -> None:
         """Claim the folder, and note what is run."""
-        self.records.device = self._materials.device
         self._folder.claim()
         self._target = target
         self._materials.note(self.records, blocks, target, command, **{"target.sparsity": sparsity})
