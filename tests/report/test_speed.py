@@ -220,6 +220,14 @@ def test_a_materialised_method_joins_its_run(tmp_path):
     assert speeds(tmp_path)["pruned"] == ("-", "1.20x-1.60x")
 
 
+def test_weights_in_eight_bits_are_a_measurement_of_their_own_and_say_so(tmp_path):
+    for place, weights, speedup in (("endtoend.json", "model", 1.2), ("profile/endtoend.json", "w8a8", 1.6)):
+        timed = [step("dense", 1, 1.0), step("own routing", 1, speedup, runtime="generate()")]
+        write_json(tmp_path / place, timed, model="M", weights=weights)
+    found = [row for row in read_profile(tmp_path).forwards() if row["candidate"] == "own routing"]
+    assert [(row["call"], row["speedup"]) for row in found] == [("generate()", 1.2), ("generate(), w8a8", 1.6)]
+
+
 def test_a_run_with_a_profile_shows_both_on_its_page(tmp_path):
     pytest.importorskip("matplotlib")
     write_run(tmp_path)

@@ -136,11 +136,12 @@ def _forward(record: Row, head: Row) -> Row:
         time = 1e6 * record["requests"] / _positive(record, "tokens_per_s")
         step = {"tokens": record["prompt"], "batch": record["requests"], "median_us": time}
         record = {**record, **step}
+    weights = "" if head.get("weights") == "model" else str(head.get("weights", ""))
     return {
         **{name: str(head.get(name) or "") for name in ("device", "model", "adapter", "checkpoint", "method")},
         "group_size": _whole(head, "ffn_group_size") or None,
         "what": _text(record, "what"),
-        "call": str(record.get("runtime", "")),
+        "call": ", ".join(filter(None, (str(record.get("runtime", "")), weights))),
         "tokens": int(_positive(record, "tokens")),
         "batch": int(_positive(record, "batch")),
         "candidate": _text(record, "candidate"),
