@@ -192,9 +192,9 @@ def test_chats_go_through_the_template(tmp_path, tokenizer, chatty, field):
     assert ids.count(chatty.bos_token_id) == 1
     with pytest.raises(DataError, match=r"row 1 is a chat, and the model's tokenizer has no chat template"):
         texts(path, text_field=field, tokenizer=tokenizer)
-    # The template would write nothing in the place of what it does not find, and a list with its brackets.
-    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-    for message in ({"from": "human", "value": "x"}, {"role": "user", "text": "x"}, {"content": "x"}, parts):
+    # The template would write nothing in the place of what it does not find, None, and a list with its brackets.
+    null, parts = {"role": "user", "content": None}, {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    for message in ({"from": "human", "value": "x"}, {"role": "user", "text": "x"}, {"content": "x"}, null, parts):
         path.write_bytes(json_lines([{name: [*CHAT, message]}]))
         with pytest.raises(DataError, match=r"row 1: the chat template does not write {.*wanted 'role' and a text"):
             texts(path, text_field=field, tokenizer=chatty)

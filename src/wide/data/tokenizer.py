@@ -111,9 +111,9 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
     # Templates raise errors of their own language.
     except Exception as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
-    # Many templates write nothing where a field is missing, and a list as Python does.
+    # Many templates write nothing where a field is missing, and null or a list as Python does.
     for message in messages:
-        is_whole = "role" in message and message.keys() & {"content", "tool_calls"}
+        is_whole = "role" in message and any(message.get(key) is not None for key in ("content", "tool_calls"))
         if not is_whole or (isinstance(message.get("content"), list) and str(message["content"]) in text):
             found = str(message)[:100]
             raise DataError(f"{where}: the chat template does not write {found}; wanted 'role' and a text as 'content'")
