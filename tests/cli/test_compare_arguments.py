@@ -213,6 +213,8 @@ def test_the_equal_budget_is_the_text_that_routers_read():
     tyr = as_many_tokens(TyrConfig(window_length=32), STAGE, MUCH)
     assert tyr.num_windows * tyr.window_length == 10 * 4 * 64
     assert as_many_tokens(TyrConfig(window_length=32), STAGE, 320).num_windows == 10
+    # Two windows of 24 fit into each of the five blocks of 64.
+    assert as_many_tokens(TyrConfig(window_length=24), STAGE, 320).num_windows == 10
     assert as_many_tokens(DenseConfig(), STAGE, MUCH) == DenseConfig()
 
 

@@ -187,7 +187,9 @@ def as_many_tokens(settings: Any, stage: StageConfig, num_tokens: int) -> Any:
         length = settings.sequence_length or stage.sequence_length
         return replace(settings, steps=max(1, wanted // (settings.batch_size * length)))
     if "num_windows" in names:
-        return replace(settings, num_windows=max(1, wanted // settings.window_length))
+        # Windows lie within blocks.
+        most = num_tokens // stage.sequence_length * (stage.sequence_length // settings.window_length)
+        return replace(settings, num_windows=max(1, min(wanted // settings.window_length, most)))
     return settings
 
 
