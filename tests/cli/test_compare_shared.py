@@ -168,7 +168,7 @@ def test_every_row_is_rehearsed_with_the_first_seed_alone(everyday, tmp_path, mo
 def test_a_row_that_counts_in_its_own_way_says_so(tmp_path, name, counted):
     variant = {"method": "wide", "match": "linear_flops"}
     grid = GridOptions(methods="wide", variants={"by-flops": variant, "wide-flops": variant})
-    report = dict.fromkeys([*cell_runner._SHARES.values(), "tokens_forward", "tokens_backward", "seconds"], 0.0)
+    report = dict.fromkeys([*cell_runner.SHARES, "tokens_forward", "tokens_backward", "seconds"], 0.0)
     report |= {"deviations": ["one of the method"], "settings": {}}
     records = cell_runner._stage_records(Stage(Cell(name, 0.5, 1), False), {cell_runner.PROVENANCE: report}, grid)
     said = next(record.value for record in records if record.metric == "deviations")
