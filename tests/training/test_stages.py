@@ -144,6 +144,9 @@ def test_lora_that_is_there_already_is_trained_with_its_own_settings_only(tmp_pa
     ):
         with pytest.raises(ConfigError, match=words):
             recover(again, RandomSource(), stage=lora_stage(**changes))
+    with pytest.raises(ConfigError, match=r"has LoRA.*wide\.recover"):
+        prune(again, RandomSource(), stage=stage(steps=1))
+    assert all(torch.equal(value, before[name]) for name, value in attachment(again).lora.state_dict().items())
     recover(again, RandomSource(), stage=lora_stage(lora_dropout=0.3))
     assert any(not torch.equal(value, before[name]) for name, value in attachment(again).lora.state_dict().items())
 

@@ -125,8 +125,7 @@ def _stream_ids(
         raise EvaluationError("scoring text needs its tokenizer: pass tokenizer=, or packed blocks")
     if window < 2 or not 1 <= stride <= window:
         raise EvaluationError(f"window={window} and stride={stride}: wanted 1 <= stride <= window and window >= 2")
-    texts = [data] if isinstance(data, str) else [d.text if isinstance(d, Document) else d for d in data]
-    text = "\n\n".join(texts)
+    text = data if isinstance(data, str) else "\n\n".join(d.text if isinstance(d, Document) else d for d in data)
     require_characters(text, "the text")
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) < 2:

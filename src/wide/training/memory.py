@@ -184,8 +184,7 @@ def _host_memory() -> int:
     # A container may have less than its host; it has "max" where it may have all.
     with suppress(OSError, ValueError):
         held = int((group / "memory.current").read_text())
-        files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        held -= int(files["inactive_file"])
+        held -= int(dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["inactive_file"])
         free = min(free, int((group / "memory.max").read_text()) - held)
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + own
 

@@ -274,8 +274,7 @@ def _loss(model: Any, batch: TokenBatch) -> Tensor:
 
 def _threshold(importance: Sequence[Tensor], weights: Sequence[float], sparsity: float) -> float:
     """Return the importance below which the wanted weight of (token, group) pairs lies."""
-    total = sum(part.numel() for part in importance)
-    every = -(-total // _VALUES_SORTED)
+    every = -(-sum(part.numel() for part in importance) // _VALUES_SORTED)
     parts = [part[::every] for part in importance]
     values = torch.cat([part.flatten() for part in parts])
     mass = [torch.full((part.numel(),), weight / part.numel()) for part, weight in zip(parts, weights, strict=True)]

@@ -96,8 +96,11 @@ def prune(
     if is_attached(model):
         if config is not None:
             raise ConfigError("this model has routers already, so config= cannot change them; detach it first")
-        attachment(model).require_not_optimised()
-        plan = attachment(model).plan
+        state = attachment(model)
+        state.require_not_optimised()
+        if state.lora is not None and not state.lora.merged:
+            raise ConfigError("this model has LoRA, which stage 1 would train too; use wide.recover with an objective=")
+        plan = state.plan
     else:
         specs = discover(model)
         plan = config if isinstance(config, Plan) else plan_for(config or WideConfig(), specs)
