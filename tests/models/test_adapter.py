@@ -467,6 +467,18 @@ def test_lora_that_is_not_merged_is_not_left_out_of_a_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_lora_is_not_merged_under_another_adapter_of_peft():
+    peft = pytest.importorskip("peft")
+    inner, ids = pruned(lora=True), tokens()
+    before = inner(ids).logits
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(inner, settings, adapter_name="mine").eval()
+    with pytest.raises(NotAttachedError, match=r"\['mine'\] beside this LoRA"):
+        merge_lora(inner)
+    model.delete_adapter("mine")
+    torch.testing.assert_close(merge_lora(inner)(ids).logits, before)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_base_that_was_trained_is_not_left_out_of_an_adapter(tmp_path, lora):
     model = pruned(lora=lora)

@@ -56,8 +56,7 @@ def log_likelihoods(
         ids = pad_sequence([torch.tensor(row.tokens) for row in batch], batch_first=True, padding_value=_PAD_ID)
         logits = model(input_ids=ids.to(device), use_cache=False).logits
         if after_forward is not None:
-            valid = torch.arange(ids.shape[1]) < torch.tensor([[len(row.tokens)] for row in batch])
-            after_forward(valid.to(device))
+            after_forward((torch.arange(ids.shape[1]) < torch.tensor([[len(row.tokens)] for row in batch])).to(device))
         for request, value in _scored(batch, logits):
             found[request] = value
     return found

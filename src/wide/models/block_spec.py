@@ -26,8 +26,7 @@ class SublayerSpec:
 
     def linears(self) -> list[nn.Module]:
         """Return the projections, the one back to the residual stream last."""
-        parts = (getattr(self, name) for name in self.projections)
-        return [part for part in parts if part is not None]
+        return [part for part in (getattr(self, name) for name in self.projections) if part is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,7 +81,9 @@ class LoraHandle:
         (folder / _CONFIG).write_text(json.dumps(self.config, indent=2, sort_keys=True) + "\n")
 
     def merge(self) -> None:
-        """Add the LoRA updates to the base weights and remove the wrappers, in place and for good."""
+        """Add the updates to the base weights, for good; raises NotAttachedError if PEFT has other adapters there."""
+        if foreign := sorted(set(peft_adapters(self._model)) - {OWN_LORA}):
+            raise NotAttachedError(f"PEFT has {foreign} beside this LoRA; take it off first (model.delete_adapter)")
         # Where the base is sharded, each process adds its share of an update that all of them have whole.
         reshard(self._model)
         with implicit_replication():
