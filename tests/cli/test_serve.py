@@ -445,6 +445,23 @@ def test_what_a_tokenizer_cannot_do_is_said(base):
     assert "the prompt has no tokens; give some text" in completed(client, prompt="")
 
 
+def test_no_part_of_a_chat_is_left_out(base):
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    turns = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "42"}]
+    items = [*HELLO, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]
+    client, _ = in_process(*base)
+    for path, asked, words in (
+        ("chat/completions", {"messages": turns}, "chat template knows no tool_calls; leave tool_calls out"),
+        ("responses", {"input": items}, "chat template knows no tool_calls; leave tool_calls out"),
+        ("chat/completions", {"messages": [{"role": "user", "contents": "Hi"}]}, "wanted content"),
+        ("chat/completions", {"messages": [*HELLO, {"role": "tool"}]}, "wanted content"),
+    ):
+        said = client.post(f"/v1/{path}", json=asked)
+        assert (said.status_code, words in said.text) == (400, True), said.text
+    base[1].chat_template = TEMPLATE + "{{ messages[1].tool_calls[0].function.name }}"
+    assert client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 1}).status_code == 200
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "words"),

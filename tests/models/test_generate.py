@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import wide
 from wide.config import WideConfig
+from wide.errors import DataError
 from wide.models.attach import attach
 from wide.models.observe import capture_routing, force_routing
 from wide.runs.settings import GenerationOptions
@@ -107,5 +108,15 @@ def test_a_text_that_is_continued_keeps_its_spaces(capsys):
     assert wide.generate(model, "a", tokenizer=tokenizer, max_new_tokens=2) == " time time"
     asked = [{"role": "user", "content": "a"}]
     assert wide.generate(model, asked, tokenizer=tokenizer, max_new_tokens=2) == "time time"
+    # A template may refuse a chat, and would leave out what it does not find.
+    tokenizer.chat_template += "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    for told, words in (
+        ({"system": "Be kind"}, "the prompt: the tokenizer's chat template refuses the messages: no system"),
+        ({"prompt": [{"role": "user", "text": "a"}]}, "wanted 'role' and a text as 'content'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "wanted 'role' and a text"),
+        ({"prompt": []}, "the prompt: the tokenizer's chat template refuses the messages"),
+    ):
+        with pytest.raises(DataError, match=words):
+            wide.generate(model, told.pop("prompt", asked), tokenizer=tokenizer, max_new_tokens=2, **told)
     continue_prompt(model, tokenizer, "a", GenerationOptions(max_new_tokens=2), streams=True)
     assert capsys.readouterr().out == "a time time\n"

@@ -122,10 +122,7 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
 
 
 def require_characters(text: str, where: str) -> None:
-    r"""Refuse halves of characters, such as JSON's `\ud800` alone, which cannot be written as UTF-8.
-
-    Raises DataError if there are any.
-    """
+    r"""Raise DataError for halves of characters, such as JSON's `\ud800` alone, which cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -136,10 +133,7 @@ def require_characters(text: str, where: str) -> None:
 
 
 def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
-    """Refuse token ids that a model has no embedding for.
-
-    Raises DataError if the id lies outside the model's vocabulary.
-    """
+    """Raise DataError for token ids that a model has no embedding for."""
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     vocab_size = int(embeddings.weight.shape[0])
     if largest_id >= vocab_size:
@@ -157,10 +151,7 @@ def longest_input(model: "nn.Module") -> int | None:
 
 
 def check_positions(name: str, length: int, model: "nn.Module") -> None:
-    """Refuse more tokens at once than a model has positions for; where its configuration names none, all may be.
-
-    Raises ConfigError if they are more.
-    """
+    """Raise ConfigError for more tokens at once than a model has positions for, if its configuration names them."""
     longest = longest_input(model)
     if longest is not None and length > longest:
         raise ConfigError(

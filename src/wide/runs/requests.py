@@ -159,6 +159,12 @@ class _Message(_Item):
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> "_Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError("wanted content")
+        return self
+
 
 class _Call(_Function):
     type: Literal["function_call"]

@@ -110,8 +110,10 @@ class _Tokenizer:
         template = self._own.chat_template
         if template is None:
             raise HTTPException(400, "the model's tokenizer has no chat template; use /v1/completions")
-        if given.get("tools") and "tools" not in str(template):
-            raise HTTPException(400, "the model's chat template knows no tools; leave tools out")
+        calls = any(message.get("tool_calls") for message in messages)
+        for name, is_given in (("tools", given.get("tools")), ("tool_calls", calls)):
+            if is_given and name not in str(template):
+                raise HTTPException(400, f"the model's chat template knows no {name}; leave {name} out")
         try:
             found = self._own.apply_chat_template(messages, **given)
         except (TemplateError, TypeError, ValueError, LookupError) as error:

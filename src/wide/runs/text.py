@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria, TextStreamer
 
-from wide.data.tokenizer import check_vocabulary, load_tokenizer, longest_input, require_characters
+from wide.data.tokenizer import chat_text, check_vocabulary, load_tokenizer, longest_input, require_characters
 from wide.errors import ConfigError, WideError
 from wide.inference.optimize import optimize
 from wide.models.attach import attachment, is_attached
@@ -153,7 +153,7 @@ def generate(
     Raises:
         ConfigError: If an option is out of range, prompt and text do not fit into the model, or there is no template
             for a chat.
-        DataError: If there is no tokenizer, or it is not the model's.
+        DataError: If there is no tokenizer, it is not the model's, or its template refuses the chat.
     """
     require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
     require(str | Sequence, prompt, "prompt", "a text or a list of messages")
@@ -225,17 +225,16 @@ def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]
     """Return the tokens of a prompt, or of the messages of a chat, as the tokenizer gives them.
 
     Raises ConfigError if there are none, they and the new ones do not fit into the model, or there is no template for a
-    chat; DataError if the tokenizer is not the model's.
+    chat; DataError if the tokenizer is not the model's, or its template refuses the chat.
     """
-    for said in [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]:
-        require_characters(said, "the prompt")
+    how: dict[str, Any] = {"return_tensors": "pt"}
     if isinstance(prompt, str):
-        encoded = tokenizer(prompt, return_tensors="pt")
+        require_characters(prompt, "the prompt")
+        encoded = tokenizer(prompt, **how)
     else:
         require_template(tokenizer)
-        encoded = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        require_characters(chat_text(prompt, tokenizer, "the prompt"), "the prompt")
+        encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **how)
     longest, count = longest_input(model), int(encoded["input_ids"].shape[1])
     if not count:
         raise ConfigError("the prompt has no tokens; give some text")
