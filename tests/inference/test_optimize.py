@@ -283,6 +283,23 @@ def test_projections_lie_together_while_optimised_and_apart_afterwards():
     assert mlp.forward is mine
 
 
+def test_transforms_and_traces_run_masked():
+    model, ids = attach(make("llama"), CONFIG).requires_grad_(False), tokens(2, 12)
+    embedded = model.get_input_embeddings()(ids)
+
+    def transformed():
+        each = torch.func.vmap(lambda x: model(x[None], use_cache=False).logits[0])
+        slope = torch.func.grad(lambda x: model(inputs_embeds=x, use_cache=False).logits.square().mean())
+        with torch.no_grad():
+            traced = torch.jit.trace(lambda x: model(x, use_cache=False).logits, (ids,), check_trace=False)
+            return torch.stack([each(ids), traced(ids.flip(0)).flip(0)]), slope(embedded)
+
+    wanted = transformed()
+    optimize(model, backend="torch")
+    with pytest.warns(UserWarning, match="a transform of torch.func or a trace does not run through the engine"):
+        torch.testing.assert_close(transformed(), wanted)
+
+
 def test_a_compiled_model_runs_masked():
     model, ids = attach(make("llama", num_hidden_layers=1), CONFIG), tokens(2, 12)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from wide.errors import ShapeError
 from wide.inference.engine.batching import ARGUMENTS, PagedView, is_paged_step
@@ -39,6 +40,8 @@ def read_call(given: Mapping[str, Any], config: Any) -> tuple[Kind, Tensor, Engi
     is_paged = ids is not None and is_paged_step(given)
     if not is_paged and x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Masked("a call that is captured in a CUDA graph")
+    if peek_interpreter_stack() is not None or torch._C._is_tracing():
+        raise Masked("a call inside a transform of torch.func or a trace")
     if torch.is_autocast_enabled(x.device.type):
         raise Masked("autocast")
     for name, value in given.items():

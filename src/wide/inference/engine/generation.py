@@ -43,8 +43,7 @@ def wrap_generation(model: Any, ended: Callable[[], None]) -> dict[str, Callable
             return out
         cache = EngineCache(model.config, named.get("max_cache_length"), is_greedy=mode == "greedy_search")
         inputs[cache_name(inputs)] = cache
-        trusted = _TRUSTED.get()
-        if trusted is not None:
+        if (trusted := _TRUSTED.get()) is not None:
             trusted.add(cache)
         return out
 
