@@ -445,6 +445,22 @@ def test_what_a_tokenizer_cannot_do_is_said(base):
     assert "the prompt has no tokens; give some text" in completed(client, prompt="")
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_text_that_ends_with_its_last_token_has_stopped(base, streams):
+    client, _ = in_process(*base)
+    asked = {"prompt": "The quick", "max_tokens": 1, "temperature": 0, "stream": streams}
+
+    def reason(**more):
+        said = client.post("/v1/completions", json=asked | more).text.removeprefix("data: ").split("\n\ndata: ")
+        return json.loads(said[-1])["choices"][0]["finish_reason"]
+
+    encoded = base[1]("The quick", return_tensors="pt")
+    final = int(base[0].generate(**encoded, max_new_tokens=1, do_sample=False)[0, -1])
+    assert reason() == reason(eos_token_id=final + 1, stop="zz") == "length"
+    for end in ({"eos_token_id": final}, {"eos_token_id": [1, final]}, {"stop": base[1].decode([final])}):
+        assert reason(**end) == "stop"
+
+
 def test_no_part_of_a_chat_is_left_out(base):
     call = {"function": {"name": "f", "arguments": "{}"}}
     turns = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "42"}]

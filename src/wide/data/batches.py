@@ -142,10 +142,7 @@ class TokenBlocks:
         return TokenBlocks(self._stream, sequence_length, seed=seed, name=self.name, split=self.split, first=self.first)
 
     def batch(self, indices: Sequence[int]) -> TokenBatch:
-        """Return the blocks of these indices, in this order, on the CPU.
-
-        Raises IndexError if an index lies outside [0, len).
-        """
+        """Return the blocks of these indices in [0, len) (else IndexError), in this order, on the CPU."""
         length, tokens, starts = self.sequence_length, self._stream.tokens, self._stream.starts
         input_ids = torch.empty(len(indices), length, dtype=torch.int64)
         is_start = torch.zeros(len(indices), length, dtype=torch.bool)

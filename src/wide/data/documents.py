@@ -198,10 +198,7 @@ def file_rows(path: Path, text_field: str) -> Iterator[tuple[int, object]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield line number and value of each line that is not blank.
-
-    Raises DataError if the file is damaged, not UTF-8 or not JSON.
-    """
+    """Yield line number and value of each line that is not blank; raises DataError where one is not JSON in UTF-8."""
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.responses import Response as AnyResponse
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
@@ -77,8 +77,17 @@ class _Model:
     def generate(self, *, generation_config: Any, tokenizer: Any = None, **given: Any) -> Any:
         """Generate in the server's one thread; a tokenizer would be handed on to the model's forward."""
         self._call()
-        ends = stops(self._one.tokenizer, generation_config.stop_strings, given["input_ids"].shape[1])
-        ends.append(self._call)
+        start, most, eos = given["input_ids"].shape[1], generation_config.max_new_tokens, generation_config.eos_token_id
+        stopped = stops(self._one.tokenizer, generation_config.stop_strings, start)
+        finals = torch.tensor([] if eos is None else eos, device=self._model.device)
+
+        def last(ids: Any, scores: Any, **_: Any) -> bool:
+            # Else a text that ends with the last token that it may have would be told to end at its length.
+            if ids.shape[1] == start + most and (stopped(ids, scores) | (finals == ids[0, -1]).any()).any():
+                generation_config.max_new_tokens = None
+            return False
+
+        ends = StoppingCriteriaList([*stopped, self._call, last])
         generation_config.stop_strings = None
         given |= {"generation_config": generation_config, "stopping_criteria": ends}
         seed = self._call.asked.seed
@@ -293,10 +302,7 @@ class _Server(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen at an address, so that nobody else takes it while a model is loaded.
-
-    Raises ConfigError if it cannot be had.
-    """
+    """Return sockets that listen at an address, so that nobody else takes it; raises ConfigError if it is taken."""
     bound: list[socket.socket] = []
     try:
         for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
