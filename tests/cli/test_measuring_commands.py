@@ -46,6 +46,7 @@ def test_without_a_gpu_the_message_says_so(command, capsys, tmp_path, monkeypatc
         (["profile", "--output", "o", "--calls", "window"], 1, "forward and generate"),
         (["profile", "--output", "o", "--batched", "0"], 1, "positive numbers"),
         (["profile", "--model", "m", "--comparison", "nowhere"], 1, "no cells with adapters"),
+        (["profile", "--model", "m", "--output", "o", "--text", "nowhere.txt"], 1, "nowhere.txt"),
         (["profile", "--output", "o", "--sparsities", "0.5/1"], 1, "0.66/0.285"),
         (["profile", "--output", "o", "--prompt", "0"], 1, "positive numbers"),
         (["profile", "--output", "o", "--generate", "1"], 1, "at least 2"),
@@ -107,11 +108,11 @@ def test_profile_times_what_each_cell_of_a_comparison_keeps(profiled, tmp_path, 
     cut.mkdir()
     (cut / "endtoend.json").write_text('{"finished": ')
     with pytest.raises(EvaluationError, match=r"1 of 3 cells could not be timed: ddp-0.5-seed17: MemoryError"):
-        profile.run(["--model", "M", "--comparison", str(tmp_path), "--text", "t.txt", "--batch", "1,64"])
+        profile.run(["--model", "M", "--comparison", str(tmp_path), "--text", "python-docs", "--batch", "1,64"])
     assert [out for _, out in profiled] == [cells["ddp-0.5-seed17"] / "profile", cells["wide"] / "profile"]
     options, _ = profiled[1]
     assert options.adapter == str(cells["wide"] / "adapter")
-    assert (options.text, options.batches) == ("t.txt", [1, 64])
+    assert (options.text, options.batches) == ("python-docs", [1, 64])
     told = capsys.readouterr().out
     assert "[2/3] tyr-0.5-seed17: timed before" in told
     assert "no kernel fits" in told

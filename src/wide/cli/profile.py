@@ -7,6 +7,7 @@ from pathlib import Path
 
 from wide.cli.arguments import Arguments
 from wide.cli.measuring import noted, require_gpu
+from wide.data.corpus import require_found
 from wide.errors import DataError, EvaluationError, UsageError
 from wide.models.hub import ADAPTER, find_adapter
 from wide.profiling.options import ProfileOptions
@@ -75,6 +76,8 @@ def _check(options: ProfileOptions) -> None:
     for name in ("adapter", "comparison", "text"):
         if getattr(options, name) is not None and options.model is None:
             raise UsageError(f"--{name} needs its base: give --model, too")
+    if options.text is not None:
+        require_found(options.text)
     if options.comparison is None:
         if options.output is None:
             raise UsageError("--output is missing: name the folder for endtoend.json")
