@@ -111,10 +111,12 @@ def _prompts(options: ProfileOptions, model: Any) -> Tensor:
     batch, count, device = max(options.batches), max(options.prompts), model.device
     if options.text is None or options.model is None:
         return torch.randint(0, model.config.vocab_size, (batch, count), device=device)
-    tokenizer, texts = load_tokenizer(options.model), list[str]()
+    tokenizer, texts, characters = load_tokenizer(options.model), list[str](), 0
     for document in load_documents(options.text, tokenizer=tokenizer):
         texts.append(document.text)
-        if sum(map(len, texts)) > 16 * batch * count:
+        characters += len(document.text)
+        # A token rarely has more.
+        if characters > 16 * batch * count:
             break
     ids = torch.tensor(tokenizer("\n\n".join(texts))["input_ids"], device=device)
     # Sequences that are alike would skip alike, which batches do not.
