@@ -205,13 +205,13 @@ _SMALLER_ROWS = {
     "SliceGPT": ("half", "half", "slicegpt"),
     "Shortened, Taylor": ("half", "half", "shortened-taylor"),
     "CoopPruner": ("half", "half", "cooppruner"),
-    "DDP": ("half", "half", "ddp"),
-    "WIDE, the paper's recipe, G = 64": ("half", "half", "wide-64"),
-    "WIDE, the paper's recipe, G = 32": ("more", "more", "wide-32"),
-    "WIDE-uniform, G = 128": ("half", "half", "wide-uniform"),
+    "DDP": ("more-lora", "more-lora", "ddp"),
+    "WIDE, the paper's recipe, G = 64": ("more-lora", "more-lora", "wide-64"),
+    "WIDE, the paper's recipe, G = 32": ("more-lora", "more-lora", "wide-32"),
+    "WIDE-uniform, G = 128": ("more-lora", "more-lora", "wide-uniform"),
     "D-LLM": ("more", "more", "dllm"),
     "Shortened, perplexity": ("more-lora", "more-lora", "shortened-ppl"),
-    "SkipGPT": ("more", "more", "skipgpt"),
+    "SkipGPT": ("more-lora", "more-lora", "skipgpt"),
 }
 _LARGER_ROWS = {
     "dense": ("half", "half-fitted-lora", "dense"),
@@ -222,8 +222,8 @@ _LARGER_ROWS = {
     "DDP": ("half-lora", "half-lora", "ddp"),
     "SliceGPT": ("half-lora", "half-lora", "slicegpt"),
     "Shortened, Taylor": ("half-lora", "half-lora", "shortened-taylor"),
-    "WIDE, the paper's recipe, G = 128": ("half-paper", "half-paper", "wide"),
-    "SkipGPT": ("half", "half", "skipgpt"),
+    "WIDE, the paper's recipe, G = 128": ("half-lora", "half-lora", "wide"),
+    "SkipGPT": ("half-lora", "half-lora", "skipgpt"),
 }
 _REAL_ROWS = {
     "smollm2-135m": _SMALLER_ROWS,
@@ -423,14 +423,18 @@ _REGIMES = {
     **{("requests", size): f"{size} request{'s' * (size > 1)}" for size in (1, 8, 32, 64)},
 }
 # One sequence was timed on an H200, requests at once on an H100, with an earlier checkpoint.
-_BESIDE = {"H200": ("dense", "wide-fitted", "ddp", "tyr", "shortened-taylor")}
+_BESIDE = {"H200": ("dense", "ddp", "tyr", "shortened-taylor")}
 _BESIDE["H100"] = ("dense", "wide-fitted", "tyr", "shortened-taylor")
+# By card and whether with LoRA: the run, and the seed.
 _FITTED_RUNS = {
-    "H200": {False: "stable", True: "stable-again"},
-    "H100": {False: "half-fitted", True: "half-fitted-lora"},
+    ("H200", True): ("shipped", 18),
+    ("H100", False): ("half-fitted", 17),
+    ("H100", True): ("half-fitted-lora", 17),
 }
-_FITTED, _SECOND = "an earlier form, β2 = 0.95", "the same, second long LoRA, trained routers"
-_TRAINED = "the same with LoRA, trained routers"
+_TRAINED = {
+    "H200": "WIDE, `fitted-50`, long LoRA, trained routers",
+    "H100": "WIDE, `fitted-50`, with LoRA, trained routers",
+}
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
 Regime = tuple[str, int]
@@ -466,8 +470,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 def _rated(method: str, card: str, *, lora: bool = False) -> tuple[Selection, Any]:
     """Return the records of a row of the larger public model, and its stage."""
-    run = _FITTED_RUNS[card][lora] if method == "wide-fitted" else "half"
-    stage = Cell(method, 0.0 if method == "dense" else 0.5, 17).subject(recovered=lora)
+    run, seed = _FITTED_RUNS[card, lora] if method == "wide-fitted" else ("half", 17)
+    stage = Cell(method, 0.0 if method == "dense" else 0.5, seed).subject(recovered=lora)
     return study("qwen2.5-coder-1.5b")[run], stage
 
 
@@ -486,24 +490,20 @@ def beside() -> Table:
         cells = [f"{_faster(regime, method):.2f}x" for regime in regimes]
         if method == "dense":
             cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
-        title = _FITTED if method == "wide-fitted" else _METHODS[method]
-        rows.append((title, *_scores(*_rated(method, "H200")), *cells))
-        if method == "wide-fitted":
-            cells = [f"{trained[regime]:.2f}x" for regime in regimes]
-            rows.append((_SECOND, *_scores(*_rated(method, "H200", lora=True)), *cells))
+        rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
+    cells = [f"{trained[regime]:.2f}x" for regime in regimes]
+    rows.insert(1, (_TRAINED["H200"], *_scores(*_rated("wide-fitted", "H200", lora=True)), *cells))
     return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
 
 
 def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
     """Return accuracy and perplexity of each row by how much faster than the dense model it is in these regimes."""
     rows = []
-    for metric, name, scale in (("accuracy.average", "accuracy, %", 100), ("word_perplexity", "perplexity", 1)):
+    for metric, name, scale in (("accuracy.average", "accuracy %", 100), ("word_perplexity", "perplexity", 1)):
         for regime, title in regimes.items():
             card = _card(regime)
-            names = _METHODS | ({"wide-fitted": _FITTED} if card == "H200" else {})
-            places = [(method, False, names[method], _faster(regime, method)) for method in _BESIDE[card]]
-            title = _SECOND if card == "H200" else _TRAINED
-            places.insert(2, ("wide-fitted", True, title, speeds(card)[1][regime]))
+            places = [(method, False, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
+            places.insert(1, ("wide-fitted", True, _TRAINED[card], speeds(card)[1][regime]))
             for method, lora, row, speed in places:
                 records, stage = _rated(method, card, lora=lora)
                 height = scale * (records.number(stage, metric) or math.nan)
