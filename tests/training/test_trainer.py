@@ -14,6 +14,7 @@ from tiny import RandomSource, batch, routed_model, stage
 from wide.config import ObjectiveConfig
 from wide.errors import ConfigError, TrainingError
 from wide.models.attach import attachment
+from wide.models.lora import add_lora
 from wide.records import read_records
 from wide.training import modes
 from wide.training.checkpoint import CheckpointFolder
@@ -57,6 +58,18 @@ def test_a_compiled_run_takes_one_graph_for_all_layers_and_is_the_same_run(small
     assert len(read) == 1
     torch.testing.assert_close(router_values(model), router_values(plain))
     assert isinstance(attachment(model).control.sampling.temperature, float)
+
+
+def test_small_models_with_lora_are_compiled_layer_by_layer(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function.__name__) or function)
+    model = routed_model()
+    with modes.layers_run(model, fuse=True):
+        pass
+    add_lora(model, rank=2)
+    with modes.layers_run(model, fuse=True):
+        pass
+    assert compiled == ["forward", "_run_layer"]
 
 
 def test_masks_are_drawn_at_the_temperature_of_the_step(monkeypatch):
