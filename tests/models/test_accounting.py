@@ -311,9 +311,9 @@ def test_an_ffn_that_cannot_be_routed_counts_as_work_of_which_nothing_is_saved(f
     work = model_costs(model).layers[0]
     assert work.other == 2 * weights
     counter, nothing = SkipCounter(model), LayerRouting(attention=torch.zeros(1, 4, 1), ffn=torch.zeros(1, 4, 1))
-    with torch.no_grad(), force_routing(model, [nothing] * 2), counter.watching():
+    with torch.no_grad(), force_routing(model, [nothing] * 2), observe(model) as routing:
         model(tokens(batch=1, length=4))
-    counter.add_latest(torch.ones(1, 4, dtype=torch.bool))
+    counter.add(routing, torch.ones(1, 4, dtype=torch.bool))
     kv = work.key_value / 2
     assert counter.result().linear_flops_layers == pytest.approx(1 - (kv + weights) / (work.total / 2))
     assert work.total == 2 * (QO + kv + (weights or FFN))

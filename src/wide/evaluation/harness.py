@@ -26,7 +26,7 @@ from wide.evaluation.tasks import ELSEWHERE, PER_WORD, ZERO_SHOT_TASKS, Task, fi
 from wide.models.attach import is_attached
 from wide.models.cost import SkipCounter, Sparsity
 from wide.models.having import having
-from wide.models.observe import judging, model_device, own_randomness
+from wide.models.observe import judging, model_device, observe, own_randomness
 from wide.standard_error import perplexity_stderr
 
 
@@ -152,11 +152,11 @@ def run_harness(
             lm = HFLM(pretrained=model, **told)
             # The options of an item share their context.
             lm.tok_encode = cache(lm.tok_encode)
-            after = None if meter is None else meter.add_latest
-            lm._loglikelihood_tokens = partial(_likelihoods, model, max_length, batch_size, after)
             # The harness's progress bars, which cannot be turned off, are kept out of files; logging is not affected.
             bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-            with nullcontext() if meter is None else meter.watching(), bars, _without_waste(lm_eval):
+            with nullcontext() if meter is None else observe(model) as routing, bars, _without_waste(lm_eval):
+                after = None if meter is None or routing is None else partial(meter.add, routing)
+                lm._loglikelihood_tokens = partial(_likelihoods, model, max_length, batch_size, after)
                 # Single documents are needed for the error of a perplexity only.
                 raw = _evaluate(lm_eval, lm, name, manager, limit, log_samples=task.metric == PER_WORD)
             results.append(_task_result(task, name, raw, meter, lm))

@@ -30,11 +30,11 @@ class RoutingTape(SkipCounter):
         self._bits: list[Any] = []
         self._decisions = 0
 
-    def add_latest(self, valid: Tensor) -> None:
-        """Keep the latest forward's decisions on valid tokens, bool `[B, T]`, too."""
-        super().add_latest(valid)
-        for _, _, mask in masks_of(self._routing):
-            chosen = mask[valid]
+    def add(self, routing: Routing, valid: Tensor | None = None) -> None:
+        """Keep a forward's decisions on valid tokens, bool `[B, T]`, too."""
+        super().add(routing, valid)
+        for _, _, mask in masks_of(routing):
+            chosen = mask if valid is None else mask[valid]
             self._bits.append(np.packbits(chosen.cpu().numpy()))
             self._decisions += chosen.numel()
 

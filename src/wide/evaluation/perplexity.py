@@ -21,7 +21,7 @@ from wide.data.progress import progress
 from wide.data.tokenizer import block_start, check_vocabulary, require_characters
 from wide.errors import EvaluationError
 from wide.models.cost import SkipCounter
-from wide.models.observe import judging, model_device
+from wide.models.observe import judging, model_device, observe
 from wide.standard_error import ratio_stderr
 
 # Rows of logits that are turned to float32 at a time: 512 MiB for a vocabulary of 128k.
@@ -101,14 +101,14 @@ def token_perplexity(
         groups += [[begin] for begin in begins[len(whole) :]]
         num_batches, batches = len(groups), (_windows(ids, group, window, stride) for group in groups)
     device, losses, first = model_device(model), [], None if tokenizer is None else block_start(tokenizer)
-    with judging(model), nullcontext() if meter is None else meter.watching():
+    with judging(model), nullcontext() if meter is None else observe(model) as routing:
         for batch in progress(batches, title="perplexity", total=num_batches, unit="batch"):
             moved = batch.to(device)
             if first is not None:
                 moved.input_ids[:, 0] = first
             logits = model(input_ids=moved.input_ids, use_cache=False).logits
-            if meter is not None:
-                meter.add_latest(moved.valid)
+            if meter is not None and routing is not None:
+                meter.add(routing, moved.valid)
             losses.append(window_losses(logits, moved.labels))
     return _result(losses, window, stride)
 

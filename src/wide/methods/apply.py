@@ -17,7 +17,7 @@ from wide.methods.routed import Routing, train
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.cost import SkipCounter, static_sparsity
 from wide.models.discovery import discover
-from wide.models.observe import forward_without_head, judging, model_device, now, own_randomness
+from wide.models.observe import forward_without_head, judging, model_device, now, observe, own_randomness
 from wide.models.sharding import require_unsharded
 
 PROVENANCE = "method"
@@ -152,14 +152,14 @@ def shares_of(model: nn.Module, blocks: TokenBlocks) -> dict[str, float]:
     if attachment(model).plan.is_routed:
         counter = SkipCounter(model)
         batch_size = max(1, _TOKENS_PER_FORWARD // blocks.sequence_length)
-        with judging(model), counter.watching():
+        with judging(model), observe(model) as routing:
             # Neighbouring blocks may be of one document.
             count = min(len(blocks), max(1, _MEASURED_TOKENS // blocks.sequence_length))
             places = range(0, count * (len(blocks) // count), len(blocks) // count)
             for begin in range(0, count, batch_size):
                 moved = blocks.batch(places[begin : begin + batch_size]).to(model_device(model))
                 forward_without_head(model, moved.input_ids)
-                counter.add_latest(moved.valid)
+                counter.add(routing, moved.valid)
         found = counter.result()
     else:
         found = static_sparsity(model)

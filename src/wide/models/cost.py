@@ -1,7 +1,6 @@
 """What a plan costs and saves: matrix products, parameters, keys and values; planned, and measured on text."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.models.block_spec import AttentionSpec, BlockSpec
-from wide.models.observe import observe
 from wide.models.pretrained import is_added
 from wide.plan import GONE, Following, Half, Kept, LayerPlan, Plan, Routed, Skipped, Stream
 from wide.routing import Routing
@@ -187,23 +185,11 @@ class SkipCounter:
 
     def __init__(self, model: nn.Module) -> None:
         state = attachment(model)
-        self._model = model
-        self._routing: Routing = []
         self._costs = model_costs(model)
         self._counts_dense = state.plan.is_static
         self._has_ffn = any(spec.ffn is not None for spec in state.specs)
         self._executed: dict[tuple[int, str], Tensor] = {}
         self._tokens: Tensor | int = 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the forwards inside the block, for `add_latest`."""
-        with observe(self._model) as self._routing:
-            yield
-
-    def add_latest(self, valid: Tensor) -> None:
-        """Add the latest forward that was watched, of tokens that count, bool `[B, T]`."""
-        self.add(self._routing, valid)
 
     def add(self, routing: Routing, valid: Tensor | None = None) -> None:
         """Add one forward: masks of every layer, `[B, T, N_G]`; `valid`, bool `[B, T]`, is False for padding."""

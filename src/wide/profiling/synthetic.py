@@ -11,7 +11,7 @@ from torch import Tensor
 from wide.errors import ConfigError
 from wide.models.attach import attachment
 from wide.models.cost import SkipCounter
-from wide.models.observe import capture_routing
+from wide.models.observe import capture_routing, observe
 
 _FILE = resources.files("wide.profiling") / "shapes.yaml"
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
@@ -61,8 +61,8 @@ def skipped_shares(model: Any, ids: Tensor, last: int | None = None) -> tuple[fl
     """Return the shares of pairs that attention and FFN skip, of the last or all tokens [1, T]; 0 without routers."""
     counter, counted = SkipCounter(model), torch.ones_like(ids, dtype=torch.bool)
     counted[:, : -last if last else 0] = False
-    with counter.watching():
+    with observe(model) as routing:
         model(ids, use_cache=False, logits_to_keep=1)
-        counter.add_latest(counted)
+    counter.add(routing, counted)
     found = counter.result()
     return found.attention, found.ffn
