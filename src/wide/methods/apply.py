@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from wide.config import ObjectiveConfig, StageConfig
@@ -75,8 +74,7 @@ def apply(
     stage = dataclasses.replace(stage or StageConfig(), seed=seed)
     try:
         began = now(model_device(model))
-        with own_randomness(model_device(model)):
-            torch.manual_seed(seed)
+        with own_randomness(model_device(model), seed):
             if method.trains:
                 notes: Mapping[str, Any] = {}
                 asked = Routing(target=target, stage=stage, objective=objective or ObjectiveConfig())

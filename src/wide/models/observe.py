@@ -33,12 +33,14 @@ def judging(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random states, of Python, NumPy and torch on the CPU and on this device, as they were."""
+def own_randomness(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Leave the random states (Python, NumPy, torch on CPU and this device) as they were; inside, torch has a seed."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     # Without a list, torch saves the state of every GPU of the host, and warns about it.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
+            if seed is not None:
+                torch.manual_seed(seed)
             yield
         finally:
             random.setstate(python_state)

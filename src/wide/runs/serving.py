@@ -92,9 +92,7 @@ class _Model:
         given |= {"generation_config": generation_config, "stopping_criteria": ends}
         seed = self._call.asked.seed
         try:
-            with nullcontext() if seed is None else own_randomness(self._model.device):
-                if seed is not None:
-                    torch.manual_seed(seed)
+            with nullcontext() if seed is None else own_randomness(self._model.device, seed):
                 return self._model.generate(**given)
         except Exception as error:
             if "streamer" not in given or isinstance(error, EndedError) or type(error).__module__.startswith(_CLI):

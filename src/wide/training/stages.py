@@ -114,8 +114,7 @@ def prune(
     came_bare, start, calibrate = not is_attached(model), {}, calibrate_threshold
     try:
         if came_bare:
-            with own_randomness(model_device(model)):
-                torch.manual_seed(stage.seed)
+            with own_randomness(model_device(model), stage.seed):
                 start = attach_started(model, plan, config, source, objective, stage, parallel, folder, resume=resume)
         settings = start_settings(config)
         _run("prune", model, source, objective, stage, options, parallel, calibrate=calibrate, start=(settings, start))
@@ -184,8 +183,7 @@ def recover(
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
     if state.lora is None or state.lora.merged:
-        with own_randomness(model_device(model)):
-            torch.manual_seed(stage.seed)
+        with own_randomness(model_device(model), stage.seed):
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     else:
         had = state.lora.config | {"lora_rank": state.lora.config["r"]}
