@@ -38,7 +38,7 @@ from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped, scale_name
 from wide.profiling.calls import Candidate, batch_figures, generate_us
 from wide.profiling.correctness import check_decoder, reference
 from wide.profiling.synthetic import set_shares, skipped_shares
-from wide.records import Cell, read_records
+from wide.records import Cell, Stage, read_records
 from wide.report.selection import Selection
 from wide.writing import write_whole
 
@@ -65,7 +65,7 @@ _ROUNDS, _TURNS, _GATE_TOKENS, _SET_ON = 3, 5, 640, 2048
 def shares(method: str) -> list[tuple[float, float]]:
     """Return what the study's row of a method skips in each layer's attention and FFN, without LoRA."""
     found = Selection([each for each in read_records(_STUDY)[0] if each.run == ROWS[method]])
-    stage = Cell(method, 0.5, 17).subject(recovered=False)
+    stage = Stage(Cell(method, 0.5, 17), recovered=False)
     halves = (dict(found.by_layer(stage, f"sparsity.{half}")) for half in ("attention", "ffn"))
     attention, ffn = halves
     return [(attention[layer], ffn[layer]) for layer in range(_LAYERS)]

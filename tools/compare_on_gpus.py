@@ -35,7 +35,7 @@ import yaml
 
 from wide.comparison.grid import DENSE, GridOptions
 from wide.errors import WideError
-from wide.records import CELLS, RECORDS, Cell, read_records
+from wide.records import CELLS, RECORDS, Cell, Stage, read_records
 from wide.report.comparison import FINISHED
 from wide.report.selection import Selection
 from wide.runs.settings import build
@@ -102,7 +102,7 @@ class Grid:
         records = Selection(*read_records(file)) if file.is_file() else Selection([])
         found = []
         for recovered in self.stages[cell]:
-            subject = cell.subject(recovered=recovered)
+            subject = Stage(cell, recovered=recovered)
             status = records.record(subject, "status")
             word, when = ("", "") if status is None else (str(status.value), status.time)
             found.append((word, when, records.number(subject, "token_perplexity")))

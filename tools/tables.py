@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from wide.records import Cell, Record, read_records
+from wide.records import Cell, Record, Stage, read_records
 from wide.report.drawing import draw, style
 from wide.report.figure import Figure
 from wide.report.selection import Selection
@@ -88,7 +88,7 @@ def study(name: str = "lab-88m") -> dict[str, Selection]:
 
 def number(run: str, method: str, metric: str, target: float, *, seed: int = 17, lora: bool = False) -> float | None:
     """Return a figure of a finished cell, None where there is none."""
-    stage = Cell(method, 0.0 if method == "dense" else target, seed).subject(recovered=lora)
+    stage = Stage(Cell(method, 0.0 if method == "dense" else target, seed), recovered=lora)
     found = study()[run]
     return found.number(stage, metric) if found.text(stage, "status") == "finished" else None
 
@@ -109,7 +109,7 @@ def real(model: str = "smollm2-135m") -> Table:
     for title, (run, adapted_run, method) in _REAL_ROWS[model].items():
         target = 0.0 if method == "dense" else 0.5
         bare, adapted = (
-            (study(model)[name], Cell(method, target, 17).subject(recovered=lora))
+            (study(model)[name], Stage(Cell(method, target, 17), recovered=lora))
             for name, lora in ((run, False), (adapted_run, True))
         )
         lines.append((title, _work(*bare), *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
@@ -134,7 +134,7 @@ def real_columns() -> Table:
         for run, target in (("quarter", 0.25), ("nominal", 0.5)):
             name = "half" if method == "dense" else f"{run}-fitted" if method == "wide-fitted" else run
             records = study("smollm2-135m")[name]
-            stage = Cell(method, 0.0 if method == "dense" else target, 17).subject(recovered=False)
+            stage = Stage(Cell(method, 0.0 if method == "dense" else target, 17), recovered=False)
             cells += [_work(records, stage), *_scores(records, stage)]
         lines.append((title, *cells))
     scores = ("perplexity", "accuracy, %")
@@ -147,7 +147,7 @@ def real_seeds() -> Table:
     lines = []
     for title, (runs, method, lora) in _REAL_SEEDS.items():
         cells = [
-            _scores(study("smollm2-135m")[run], Cell(method, 0.5, seed).subject(recovered=lora))
+            _scores(study("smollm2-135m")[run], Stage(Cell(method, 0.5, seed), recovered=lora))
             for run, seed in zip(runs, (17, 18, 19), strict=True)
         ]
         lines.append((title, *("-" if words == "-" else f"{words}; {accuracy}" for words, accuracy in cells)))
@@ -471,7 +471,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def _rated(method: str, card: str, *, lora: bool = False) -> tuple[Selection, Any]:
     """Return the records of a row of the larger public model, and its stage."""
     run, seed = _FITTED_RUNS[card, lora] if method == "wide-fitted" else ("half", 17)
-    stage = Cell(method, 0.0 if method == "dense" else 0.5, seed).subject(recovered=lora)
+    stage = Stage(Cell(method, 0.0 if method == "dense" else 0.5, seed), recovered=lora)
     return study("qwen2.5-coder-1.5b")[run], stage
 
 

@@ -43,10 +43,6 @@ class Cell:
         """Name for a line on the terminal."""
         return f"{self.method}{'' if not self.sparsity else f' {self.sparsity:.4g}'} seed {self.seed}"
 
-    def subject(self, *, recovered: bool) -> "Stage":
-        """Return the subject of the cell's records, after calibration or after LoRA."""
-        return Stage(self, recovered)
-
     @classmethod
     def from_folder(cls, name: str) -> "Cell | None":
         """Return the cell whose `folder` has this name, None where it is no cell's."""

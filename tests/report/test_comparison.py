@@ -10,7 +10,7 @@ from report_words import draw_svg
 
 from wide.errors import DataError
 from wide.evaluation.tasks import ZERO_SHOT_TASKS
-from wide.records import Cell, Record, RecordFile, read_records
+from wide.records import Cell, Record, RecordFile, Stage, read_records
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.comparison_tables import (
@@ -45,7 +45,7 @@ def windows_of(perplexity, noise=0.1):
 
 
 def measured(cell, perplexity, *, recovered=False, deviations="", **shares):
-    subject = cell.subject(recovered=recovered)
+    subject = Stage(cell, recovered=recovered)
     yield Record(subject=subject, metric="token_perplexity", value=perplexity)
     yield Record(subject=subject, metric="token_perplexity.windows", value=windows_of(perplexity))
     for name, value in shares.items():
@@ -64,7 +64,7 @@ DENSE_CELL, SLICE = Cell(DENSE, 0.0, 17), Cell("slicegpt", 0.25, 17)
 
 def test_stages_of_cells_come_back_from_a_file(tmp_path):
     file = RecordFile(tmp_path / "records.jsonl")
-    subjects = [cell.subject(recovered=r) for cell in (SLICE, Cell("a/b", 1 / 3, 2)) for r in (False, True)]
+    subjects = [Stage(cell, recovered=r) for cell in (SLICE, Cell("a/b", 1 / 3, 2)) for r in (False, True)]
     subjects += ["dense", "stage 1"]
     file.append(Record(subject=subject, metric="status", value=FINISHED) for subject in subjects)
     assert [record.subject for record in read_records(file.path)[0]] == subjects
@@ -122,9 +122,7 @@ def test_retention_is_relative_to_the_dense_model():
 
 
 def test_what_is_missing_is_a_dash_and_what_failed_says_why():
-    failed = Record(
-        subject=Cell("tyr", 0.5, 17).subject(recovered=False), metric="status", value="ValueError: no heads"
-    )
+    failed = Record(subject=Stage(Cell("tyr", 0.5, 17), recovered=False), metric="status", value="ValueError: no heads")
     found = comparison(grid(), measured(DENSE_CELL, 10.0), measured(SLICE, 20.0), [failed])
     table = quality_table(found)
     lines = {line[0]: line for line in table.rows}
@@ -136,7 +134,7 @@ def test_what_is_missing_is_a_dash_and_what_failed_says_why():
 
 
 def test_a_cell_that_failed_and_then_succeeded_has_succeeded():
-    subject = SLICE.subject(recovered=False)
+    subject = Stage(SLICE, recovered=False)
     failed = [Record(subject=subject, metric="status", value="OSError: disk")]
     found = comparison(grid(), failed, measured(SLICE, 20.0))
     assert found.failures() == {}
@@ -165,7 +163,7 @@ def test_a_deviation_of_some_seeds_names_them():
     ]
     other = [measured(Cell("slicegpt", 0.5, seed), 20.0, deviations="all\nhalf") for seed in (17, 18)]
     # What failed holds nowhere.
-    failed = Record(subject=Cell("slicegpt", 0.5, 19).subject(recovered=False), metric="status", value="OSError: disk")
+    failed = Record(subject=Stage(Cell("slicegpt", 0.5, 19), recovered=False), metric="status", value="OSError: disk")
     notes = footnotes(comparison(grid(recovers=False), *at, *other, [failed]))
     assert notes[:2] == ["[1] slicegpt: all", "[1] slicegpt: some (at 25 % with seed 18)"]
     assert notes[2] == "[1] slicegpt: half (at 50 %)"
@@ -173,7 +171,7 @@ def test_a_deviation_of_some_seeds_names_them():
 
 def test_a_mean_of_fewer_seeds_than_were_asked_for_says_so():
     cells = [Cell("slicegpt", 0.25, seed) for seed in (1, 2, 3)]
-    failed = [Record(subject=cells[2].subject(recovered=False), metric="status", value="OSError: disk")]
+    failed = [Record(subject=Stage(cells[2], recovered=False), metric="status", value="OSError: disk")]
     first = measured(cells[0], 18.0, accuracy__average=0.5, sparsity__mean=0.25)
     found = comparison(
         grid(recovers=False, sparsities=(0.25,)), first, measured(cells[1], 22.0, sparsity__mean=0.25), failed
@@ -284,7 +282,7 @@ def both_measured(perplexity, *, others=()):
     windows = [[loss + tokens * math.log(perplexity / 10.0), tokens] for loss, tokens in windows_of(10.0)]
     found = {DENSE_CELL: (10.0, dense), SLICE: (perplexity, windows)}
     records = [
-        Record(subject=cell.subject(recovered=False), metric=metric, value=value)
+        Record(subject=Stage(cell, recovered=False), metric=metric, value=value)
         for cell, (value, each) in found.items()
         for metric, value in {PERPLEXITY: value, f"{PERPLEXITY}.windows": each, "status": FINISHED}.items()
     ]

@@ -7,7 +7,7 @@ import json
 import pytest
 from report_words import draw_svg
 
-from wide.records import Cell, Record, RecordFile
+from wide.records import Cell, Record, RecordFile, Stage
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, read_comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.figure import MissingRecordsError, to_csv
@@ -22,7 +22,7 @@ def rows(name, text):
 
 
 def measured(cell, perplexity, *, work=0.4, settings=None, recovered=False):
-    subject = cell.subject(recovered=recovered)
+    subject = Stage(cell, recovered=recovered)
     yield Record(subject=subject, metric=PERPLEXITY, value=perplexity)
     yield Record(subject=subject, metric="sparsity.linear_flops_layers", value=work)
     if settings is not None:

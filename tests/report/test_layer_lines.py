@@ -3,7 +3,7 @@
 import pytest
 from report_words import draw_svg
 
-from wide.records import Cell, Record
+from wide.records import Cell, Record, Stage
 from wide.report.comparison import DENSE, FINISHED, Comparison
 from wide.report.comparison_figures import COMPARISON_FIGURES
 from wide.report.figure import MissingRecordsError
@@ -18,7 +18,7 @@ def layers(subject, *shares, half="ffn"):
 
 
 def cell(method, sparsity, *shares, recovered=False, finished=True):
-    subject = Cell(method, sparsity, 17).subject(recovered=recovered)
+    subject = Stage(Cell(method, sparsity, 17), recovered=recovered)
     yield from layers(subject, *shares)
     yield from layers(subject, *reversed(shares), half="attention")
     if finished:
@@ -33,9 +33,9 @@ def comparison(*groups, methods=("wide", "wide-uniform", "ddp")):
 
 
 def test_of_several_seeds_the_first_that_finished_is_shown_and_the_figure_says_so():
-    failed = Record(subject=Cell("wide", 0.5, 16).subject(recovered=False), metric="status", value="OSError: disk")
-    other = layers(Cell("wide", 0.5, 18).subject(recovered=False), 0.9, 0.9)
-    end = Record(subject=Cell("wide", 0.5, 18).subject(recovered=False), metric="status", value=FINISHED)
+    failed = Record(subject=Stage(Cell("wide", 0.5, 16), recovered=False), metric="status", value="OSError: disk")
+    other = layers(Stage(Cell("wide", 0.5, 18), recovered=False), 0.9, 0.9)
+    end = Record(subject=Stage(Cell("wide", 0.5, 18), recovered=False), metric="status", value=FINISHED)
     found = comparison([failed], other, [end], cell("wide", 0.5, 0.4, 0.6), methods=("wide",))
     rows = LAYERS_OF_METHODS.table(found)
     assert [row["skipped"] for row in rows if row["half"] == "ffn"] == [0.4, 0.6]
@@ -62,7 +62,7 @@ def test_rows_are_compared_at_the_target_nearest_to_a_half():
 
 
 def test_layers_that_a_method_keeps_count_as_dense():
-    subject = Cell("blockpruner", 0.5, 17).subject(recovered=False)
+    subject = Stage(Cell("blockpruner", 0.5, 17), recovered=False)
     pruned = Record(subject=subject, metric="sparsity.ffn", value=1.0, layer=1)
     done = Record(subject=subject, metric="status", value=FINISHED)
     found = comparison(cell("wide", 0.5, 0.4, 0.6, 0.5), [pruned, done], methods=("wide", "blockpruner"))

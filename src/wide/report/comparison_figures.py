@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
+from wide.records import Stage
 from wide.report.comparison import DENSE, FINISHED, PERPLEXITY, RATIO, RETENTION, Comparison, Row, Value
 from wide.report.figure import Row as Drawn
 from wide.report.figure import figures
@@ -75,7 +76,7 @@ def _over_speed(comparison: Comparison) -> list[Drawn]:
     top = math.inf if dense is None else _HIGHEST * dense.mean
     rows: list[Drawn] = []
     for cell, forward in comparison.speeds:
-        subject = cell.subject(recovered=False)
+        subject = Stage(cell, recovered=False)
         value = comparison.run.number(subject, PERPLEXITY)
         is_finished = comparison.run.text(subject, "status") == FINISHED
         # Speed of another model says nothing about this one.
