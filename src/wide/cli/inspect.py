@@ -161,6 +161,7 @@ def describe_model(name: str) -> str:
     attention = first.attention
     same = all(_sizes(spec) == _sizes(first) for spec in specs)
     heads = f"{attention.num_query_heads} / {attention.num_kv_heads} of {attention.head_dim} channels"
+    head_groups = ", ".join(map(str, attention_group_sizes(attention)))
     lines = [
         f"{name}: {model.config.model_type}, {type(model).__name__}, can be pruned",
         *_gguf_types(name),
@@ -168,15 +169,14 @@ def describe_model(name: str) -> str:
         f"  layers              {len(specs)}{'' if same else ' (sizes below: first layer; they differ)'}",
         f"  hidden size         {first.hidden_size}",
         f"  query / KV heads    {heads}",
-        "  attention groups    "
-        f"default {attention.kv_group_size} channels; possible {_listed(attention_group_sizes(attention))}",
+        f"  attention groups    default {attention.kv_group_size} channels; possible {head_groups}",
     ]
     if first.ffn is None:
         lines.append(f"  FFN                 not routed: {first.ffn_reason}")
     else:
-        sizes = [size for size in divisors(first.ffn.width) if size >= 8]
+        sizes = ", ".join(str(size) for size in divisors(first.ffn.width) if size >= 8)
         lines.append(f"  FFN width           {first.ffn.width}")
-        lines.append(f"  FFN groups          default {WideConfig().ffn_group_size} channels; possible {_listed(sizes)}")
+        lines.append(f"  FFN groups          default {WideConfig().ffn_group_size} channels; possible {sizes}")
         reasons = [spec.ffn_reason for spec in specs if spec.ffn is None]
         lines += [f"  FFN not routed      in {len(reasons)} layers: {reasons[0]}"] if reasons else []
     return "\n".join([*lines, *_work(specs, int(model.config.get_text_config().vocab_size))])
@@ -220,10 +220,6 @@ def _describe_checkpoint(name: str, checked: Sequence[str]) -> str:
 def _sizes(spec: "BlockSpec") -> tuple[Any, ...]:
     attention, ffn = spec.attention, spec.ffn
     return attention.num_query_heads, attention.num_kv_heads, attention.head_dim, None if ffn is None else ffn.width
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def _work(specs: "Sequence[BlockSpec]", vocab_size: int) -> list[str]:
