@@ -25,6 +25,8 @@ _COMPRESSIONS = (".gz", ".zst")
 TEXT_TYPES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
 _TEXT, _CHAT = "text", "messages"
 _LONGEST_CELL = 1 << 30
+# That hold a token at the very most, in prose of any language and any tokenizer in use.
+_CHARACTERS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,17 @@ def texts_of(data: Any) -> list[str]:
         if not isinstance(item, str | Document):
             raise DataError(f"data holds {type(item).__name__}, not text; give texts, packed blocks or a source")
     return [item.text if isinstance(item, Document) else item for item in items]
+
+
+def first_documents(documents: Iterable[Document], tokens: int) -> list[Document]:
+    """Return the first documents, as many as hold so many tokens at the very least, whatever the tokenizer."""
+    kept, characters = [], 0
+    for document in documents:
+        kept.append(document)
+        characters += len(document.text)
+        if characters >= tokens * _CHARACTERS_PER_TOKEN:
+            break
+    return kept
 
 
 def is_held_out(name: str) -> bool:

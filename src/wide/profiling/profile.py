@@ -42,6 +42,7 @@ from transformers import GenerationConfig
 
 from wide.config import WideConfig
 from wide.data.corpus import load_documents
+from wide.data.documents import first_documents
 from wide.data.tokenizer import load_tokenizer
 from wide.inference.choice.tuning.timing import Timing, time_interleaved
 from wide.inference.engine.layer import ForwardOptions
@@ -111,14 +112,9 @@ def _prompts(options: ProfileOptions, model: Any) -> Tensor:
     batch, count, device = max(options.batches), max(options.prompts), model.device
     if options.text is None or options.model is None:
         return torch.randint(0, model.config.vocab_size, (batch, count), device=device)
-    tokenizer, texts, characters = load_tokenizer(options.model), list[str](), 0
-    for document in load_documents(options.text, tokenizer=tokenizer):
-        texts.append(document.text)
-        characters += len(document.text)
-        # A token rarely has more.
-        if characters > 16 * batch * count:
-            break
-    ids = torch.tensor(tokenizer("\n\n".join(texts))["input_ids"], device=device)
+    tokenizer = load_tokenizer(options.model)
+    documents = first_documents(load_documents(options.text, tokenizer=tokenizer), batch * count)
+    ids = torch.tensor(tokenizer("\n\n".join(each.text for each in documents))["input_ids"], device=device)
     # Sequences that are alike would skip alike, which batches do not.
     starts = torch.arange(batch, device=device) * max(1, ids.numel() // batch)
     rows = ids[(starts[:, None] + torch.arange(count, device=device)) % ids.numel()]

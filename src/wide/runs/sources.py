@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from wide.config import StageConfig
 from wide.data.corpus import load_documents
-from wide.data.documents import Document
+from wide.data.documents import Document, first_documents
 from wide.data.local_names import is_gguf
 from wide.data.progress import loading
 from wide.data.tokenizer import check_positions
@@ -39,8 +39,6 @@ from wide.writing import write_whole
 _WITHOUT_HELD_OUT = "Name some with --eval.data (and --eval.split), or switch the evaluation off with --eval.tokens 0"
 # Weights take twice the memory in float32: that is for a clear gain only.
 _WORTH_FLOAT32 = 1.5
-# Characters of text that hold a token at the very most, in prose of any language and any tokenizer in use.
-_CHARACTERS_PER_TOKEN = 16
 
 
 def load_base(
@@ -190,20 +188,10 @@ def held_out_documents(
         split = scored_split(name, provenance or {}, **reading)
         split = "heldout" if options.data is None else split
     try:
-        documents = _enough(load_documents(name, split=split, **reading), options)
+        found = load_documents(name, split=split, **reading)
+        documents = list(found) if options.tokens is None else first_documents(found, options.tokens + options.window)
     except DataError as error:
         if options.data is not None:
             raise
         raise DataError(f"no held-out text: {error}. {_WITHOUT_HELD_OUT}") from error
     return documents, name if split is None else f"{name} ({split})"
-
-
-def _enough(documents: Iterable[Document], options: EvalOptions) -> list[Document]:
-    wanted = None if options.tokens is None else (options.tokens + options.window) * _CHARACTERS_PER_TOKEN
-    kept, characters = [], 0
-    for document in documents:
-        kept.append(document)
-        characters += len(document.text)
-        if wanted is not None and characters >= wanted:
-            break
-    return kept
