@@ -14,7 +14,6 @@ import torch
 from wide.config import StageConfig
 from wide.data.corpus import load_documents
 from wide.data.documents import Document, first_documents
-from wide.data.local_names import is_gguf
 from wide.data.progress import loading
 from wide.data.tokenizer import check_positions
 from wide.errors import DataError, MissingExtraError
@@ -28,6 +27,7 @@ from wide.models.pretrained import (
     is_quantised_checkpoint,
     load_pretrained,
     load_skeleton,
+    stored_facts,
 )
 from wide.models.thresholds import set_sparsity
 from wide.runs.process import num_processes, say
@@ -85,16 +85,11 @@ def chosen_dtype(options: ModelOptions) -> str:
     """
     if options.dtype != "auto" or choose_device(options.device).type != "cpu" or num_processes() > 1:
         return options.dtype
-    if is_gguf(options.model) or is_quantised_checkpoint(options.model):
+    stored = stored_facts(options.model)
+    half = stored.get("dtype") or stored.get("torch_dtype")
+    if half not in ("bfloat16", "float16") or stored.get("quantization_config") is not None:
         return options.dtype
-    from transformers import PreTrainedConfig
-
-    with suppress(OSError, ValueError):
-        stored = PreTrainedConfig.get_config_dict(options.model)[0]
-        half = stored.get("dtype") or stored.get("torch_dtype")
-        if half in ("bfloat16", "float16") and _cpu_speed(half) > _WORTH_FLOAT32:
-            return "float32"
-    return options.dtype
+    return "float32" if _cpu_speed(half) > _WORTH_FLOAT32 else options.dtype
 
 
 def _cpu_speed(half: str) -> float:
