@@ -6,7 +6,7 @@ Blocks act on the calls of the thread that entered them; other threads that shar
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -121,15 +121,14 @@ def force_routing(model: nn.Module, masks: Routing) -> Iterator[None]:
 
 
 @contextmanager
-def bypass(*models: nn.Module) -> Iterator[None]:
+def bypass(model: nn.Module) -> Iterator[None]:
     """Run the dense model: nothing skipped or pruned, original weights, exactly the untouched computation but for LoRA.
 
     FFN channels in another order stay there, so their sums are equal to the untouched model's up to rounding only.
     Raises NotAttachedError without a plan, or where the originals of replaced weights, or theirs with LoRA, are gone.
     """
-    with ExitStack() as stack:
-        for state in map(attachment, models):
-            if state.originals_lost or (state.replaced and state.lora and state.lora.merged):
-                raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
-            stack.enter_context(having(state.control, enabled=False))
+    state = attachment(model)
+    if state.originals_lost or (state.replaced and state.lora and state.lora.merged):
+        raise NotAttachedError("these weights are the pruned ones; load the base, or give compare_dense=False")
+    with having(state.control, enabled=False):
         yield
