@@ -160,7 +160,7 @@ class Arguments:
         if COMPLETING in os.environ:
             _complete(self._parser._actions)
         if self._first and {"-h", "--help"} & set(arguments):
-            _explain(self._parser, self._first, self._groups)
+            self._explain()
         # Python's word for null, which no text means.
         configs, words = _split_configs([re.sub(r"^(--\S+=)?None$", r"\1null", word) for word in arguments])
         parts = [word.partition("=") for word in words]
@@ -202,7 +202,25 @@ class Arguments:
 
     def known_keys(self) -> list[str]:
         """Return every key in dotted form."""
-        return _keys(self._parser)
+        others = ("help", "help_all", "print_config")
+        return [action.dest for action in self._parser._actions if action.dest not in others]
+
+    def _explain(self) -> typing.NoReturn:
+        parser, first, formatter = self._parser, self._first, _Help(self._parser.prog)
+        known = {action.dest: action for action in parser._actions}
+        formatter.add_usage(parser.usage, [], [])
+        formatter.add_text(parser.description)
+        formatter.start_section("first flags")
+        formatter.add_arguments([known[name] for name in first])
+        formatter.end_section()
+        formatter.start_section(f"more flags, which {parser.prog} --help_all explains")
+        others = [name for name in self.known_keys() if "." not in name and name not in first]
+        formatter.add_text(", ".join(f"--{name}" for name in others))
+        formatter.end_section()
+        print(formatter.format_help(), end="")
+        for prefix, title in self._groups.items():
+            print(f"  --{prefix + '.*':<13} {re.split('[:;]', title)[0]}")
+        raise SystemExit(0)
 
     def _known_flags(self) -> list[str]:
         return [name for action in self._parser._actions for name in action.option_strings]
@@ -256,10 +274,6 @@ class Arguments:
                 raise UsageError(f"{path}: {self._parser.prog} has no key {key!r}{_nearest(key, [*known, *groups])}")
 
 
-def _keys(parser: ArgumentParser) -> list[str]:
-    return [action.dest for action in parser._actions if action.dest not in ("help", "help_all", "print_config")]
-
-
 def _complete(actions: Iterable[Any]) -> None:
     """Answer a shell that asks how the line goes on, and end the process."""
     import argcomplete
@@ -283,23 +297,6 @@ def _complete(actions: Iterable[Any]) -> None:
             words_of[action.dest] = fixed.get(action.dest, words[0])
             plain.add_argument(*action.option_strings, dest=action.dest).completer = words_or_files  # type: ignore[attr-defined]
     argcomplete.autocomplete(plain)
-
-
-def _explain(parser: ArgumentParser, first: Sequence[str], groups: Mapping[str, str]) -> typing.NoReturn:
-    known, formatter = {action.dest: action for action in parser._actions}, _Help(parser.prog)
-    formatter.add_usage(parser.usage, [], [])
-    formatter.add_text(parser.description)
-    formatter.start_section("first flags")
-    formatter.add_arguments([known[name] for name in first])
-    formatter.end_section()
-    formatter.start_section(f"more flags, which {parser.prog} --help_all explains")
-    others = [name for name in _keys(parser) if "." not in name and name not in first]
-    formatter.add_text(", ".join(f"--{name}" for name in others))
-    formatter.end_section()
-    print(formatter.format_help(), end="")
-    for prefix, title in groups.items():
-        print(f"  --{prefix + '.*':<13} {re.split('[:;]', title)[0]}")
-    raise SystemExit(0)
 
 
 def look_ahead(arguments: Sequence[str]) -> dict[str, Any]:
