@@ -158,7 +158,9 @@ class Trainer:
         finally:
             attachment(self._model).control.sampling.temperature = self._heat
             log.close(failed=failed)
-        return self._outcome(first)
+        before = self._timer.seconds_before
+        seconds = self._timer.seconds if stage.steps > first else before
+        return Outcome(steps=stage.steps, seconds=seconds, seconds_before=before, **self._measured)
 
     def _resume(self) -> int:
         if self._checkpoints is None:
@@ -298,11 +300,6 @@ class Trainer:
         reason = self._parallel.agree(None if failed is None else str(failed))
         if reason is not None:
             raise TrainingError(reason) from failed
-
-    def _outcome(self, first: int) -> Outcome:
-        steps, before = self._stage.steps, self._timer.seconds_before
-        seconds = self._timer.seconds if steps > first else before
-        return Outcome(steps=steps, seconds=seconds, seconds_before=before, **self._measured)
 
 
 class _Timer:
