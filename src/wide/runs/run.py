@@ -13,7 +13,7 @@ from wide.methods.apply import apply, expected_time
 from wide.methods.catalogue import get
 from wide.methods.method import Target, dense_plan
 from wide.models.adapter import load, save
-from wide.models.attach import attach, attachment, detach, is_attached, plan_for
+from wide.models.attach import attach, attachment, detach, plan_for
 from wide.models.discovery import discover
 from wide.models.hub import ADAPTER
 from wide.models.pretrained import choose_device, load_skeleton
@@ -231,8 +231,7 @@ class Run:
         if not self._processes.agree(known):
             return False
         say(f"{subject}: finished before")
-        if is_attached(self._model):
-            detach(self._model)
+        self._materials.take_off()
         load(self._model, adapter)
         if subject == "pruned" and (lora := attachment(self._model).lora) is not None:
             # Of the later stage; it puts on its own.
