@@ -13,8 +13,7 @@ _CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def arguments() -> Arguments:
-    flags: Arguments = _bench().arguments()
-    return flags
+    return _bench().arguments()
 
 
 def run(given: Sequence[str]) -> None:

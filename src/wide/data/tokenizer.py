@@ -132,10 +132,9 @@ def require_characters(text: str, where: str) -> None:
         ) from error
 
 
-def check_vocabulary(largest_id: int, model: "nn.Module") -> None:
+def check_vocabulary(largest_id: int, model: Any) -> None:
     """Raise DataError for token ids that a model has no embedding for."""
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    vocab_size = int(embeddings.weight.shape[0])
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
     if largest_id >= vocab_size:
         raise DataError(
             f"the text holds token id {largest_id}, so its tokenizer has at least {largest_id + 1} tokens, but the "

@@ -182,7 +182,7 @@ def _evaluate(
     # would tell the first one alone what it found.
     rank = os.environ.pop("LOCAL_RANK", None)
     try:
-        result: dict[str, Any] = lm_eval.evaluator.simple_evaluate(
+        return lm_eval.evaluator.simple_evaluate(
             model=lm, tasks=[name], num_fewshot=0, task_manager=manager, limit=limit, log_samples=log_samples
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -197,7 +197,6 @@ def _evaluate(
     finally:
         if rank is not None:
             os.environ["LOCAL_RANK"] = rank
-    return result
 
 
 def _task_result(task: Task, name: str, raw: dict[str, Any], meter: SkipCounter | None, lm: Any) -> TaskResult:

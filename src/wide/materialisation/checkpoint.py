@@ -293,10 +293,9 @@ def _empty_config(model_type: str) -> Any:
     return kind.__new__(kind)
 
 
-def family_of(model: nn.Module) -> str:
+def family_of(model: Any) -> str:
     """Return the model type of a model's family, also of a full checkpoint whose plan is attached."""
-    config: Any = model.config
-    return str(config.model_type).removeprefix(PRUNED_PREFIX)
+    return str(model.config.model_type).removeprefix(PRUNED_PREFIX)
 
 
 def ordinary_classes(model: nn.Module) -> tuple[type[Any], type[Any]]:

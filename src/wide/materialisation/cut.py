@@ -131,14 +131,13 @@ def check_cuttable(spec: BlockSpec, sublayer: str) -> None:
             )
 
 
-def cut(model: nn.Module, specs: Sequence[BlockSpec], shape: ModelShape, channels: Mapping[int, Tensor]) -> None:
+def cut(model: Any, specs: Sequence[BlockSpec], shape: ModelShape, channels: Mapping[int, Tensor]) -> None:
     """Cut every layer's heads and channels to what is left, in place; the residual stream is not touched.
 
     `channels` are the intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
     Raises UnsupportedModelError if the structure does not allow it.
     """
-    config: Any = model.config
-    kinds = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     # A cache is asked for its length through its first layer, and through the first one of every kind.
     counting = {0} | {kinds.index(kind) for kind in kinds}
     for position, (spec, left) in enumerate(zip(specs, shape.layers, strict=True)):

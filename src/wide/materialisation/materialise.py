@@ -227,7 +227,7 @@ def _units_left(
     return "dense" if left.numel() == number else left
 
 
-def _delete_layers(model: nn.Module, specs: Sequence[BlockSpec], kept: Sequence[int]) -> None:
+def _delete_layers(model: Any, specs: Sequence[BlockSpec], kept: Sequence[int]) -> None:
     """Keep these decoder layers, ascending, at least one, and make the configuration say so."""
     parent, name = _list_of_layers(model, specs[0].layer)
     layers = nn.ModuleList(specs[index].layer for index in kept)
@@ -237,8 +237,7 @@ def _delete_layers(model: nn.Module, specs: Sequence[BlockSpec], kept: Sequence[
             if hasattr(module, "layer_idx"):
                 module.layer_idx = position
     setattr(parent, name, layers.train(model.training))
-    config: Any = model.config
-    _trim_config(config.get_text_config(), len(specs), kept)
+    _trim_config(model.config.get_text_config(), len(specs), kept)
 
 
 def _check_deletable(model: nn.Module, num_layers: int, kept: Sequence[int]) -> None:

@@ -138,8 +138,7 @@ def _decide(model: nn.Module, method: Method, blocks: TokenBlocks, target: Targe
         return Decision(plan=dense_plan(len(discover(model))))
     if not method.takes_sharded:
         require_unsharded(model, f"method {method.name}")
-    decision: Decision = method.function()(model, blocks, target, settings)
-    return decision
+    return method.function()(model, blocks, target, settings)
 
 
 def shares_of(model: nn.Module, blocks: TokenBlocks) -> dict[str, float]:

@@ -52,8 +52,7 @@ class Method:
         if not isinstance(self.code, str):
             return self.code
         module, _, name = self.code.partition(":")
-        found: Callable[..., Any] = getattr(importlib.import_module(f"wide.methods.{module}"), name)
-        return found
+        return getattr(importlib.import_module(f"wide.methods.{module}"), name)
 
 
 _ROWS: dict[str, Method] = {}

@@ -55,8 +55,7 @@ class LoraHandle:
     @property
     def config(self) -> dict[str, Any]:
         """PEFT's configuration, JSON-ready."""
-        loaded: dict[str, Any] = json.loads(json.dumps(self._tuner.peft_config[OWN_LORA].to_dict(), default=_listed))
-        return loaded
+        return json.loads(json.dumps(self._tuner.peft_config[OWN_LORA].to_dict(), default=_listed))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the LoRA matrices under the names PEFT's files use."""

@@ -88,8 +88,7 @@ def install_operators(model: Any, options: InferenceOptions) -> str:
         if backend != "auto" or weights != "model":
             raise
         return f"masked, so no faster than dense: {error}"
-    engine: Any = attachment(model).engine
-    spared = engine.decoder.saved_bytes / 2**30
+    spared = attachment(model).engine.decoder.saved_bytes / 2**30
     words = f"; weights in {weights} take {spared:.2f} GiB less" if spared else ""
     return f"optimised: kernels avoid the skipped computation{words}"
 

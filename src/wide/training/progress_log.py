@@ -100,8 +100,7 @@ class ProgressLog:
         if tracker is not None and not silent:
             # Where curves go and who owns them is the library's own configuration.
             name = title if folder is None else f"{folder.resolve().parent.name}, {title}"
-            library: Any = importlib.import_module(tracker)
-            self._tracker = library.init(project=_PROJECT, name=name)
+            self._tracker = importlib.import_module(tracker).init(project=_PROJECT, name=name)
             # trackio has no word for a run that failed.
             self._failure = {"exit_code": 1} if tracker == "wandb" else {}
 

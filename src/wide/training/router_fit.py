@@ -193,10 +193,9 @@ def _importance(
     return found
 
 
-def group_energy(output: nn.Module, num_groups: int) -> Callable[[Tensor], Tensor]:
+def group_energy(output: Any, num_groups: int) -> Callable[[Tensor], Tensor]:
     """Return the function from what an output projection reads, `[t, C]`, to ||W_g h_g||^2, float32 `[t, N_G]`."""
-    linear: Any = output
-    weight = whole(linear.weight.detach())
+    weight = whole(output.weight.detach())
 
     def columns() -> Tensor:
         return weight.float().unflatten(1, (num_groups, -1)).transpose(0, 1)
@@ -220,10 +219,9 @@ def _held_bytes(output: Any, num_groups: int) -> int:
     return _gram_bytes(output, num_groups) + output.weight.numel() * output.weight.element_size() * copied
 
 
-def _gram_bytes(output: nn.Module, num_groups: int) -> int:
+def _gram_bytes(output: Any, num_groups: int) -> int:
     """Return the size of W_g^T W_g of every group, 0 where it is not made."""
-    weight: Any = output.weight
-    hidden, width = weight.shape
+    hidden, width = output.weight.shape
     channels = width // num_groups
     return width * channels * _BYTES_PER_FLOAT if channels <= hidden else 0
 
