@@ -25,7 +25,8 @@ def project(stream: Tensor, basis: Tensor) -> Tensor:
     """Return `[..., D]` projected onto the span of the columns of `basis` `[D, D']`, in float32 or what is wider."""
     dtype = torch.promote_types(stream.dtype, torch.float32)
     columns = basis.to(stream.device, dtype)
-    return (stream.to(dtype) @ columns) @ columns.T
+    with torch.autocast(stream.device.type, enabled=False):
+        return (stream.to(dtype) @ columns) @ columns.T
 
 
 class StreamBasis(nn.Module):
@@ -42,11 +43,6 @@ class StreamBasis(nn.Module):
         self.control = control
         self.residual = Pending()
 
-    def project(self, stream: Tensor) -> Tensor:
-        """Return the projection of `[..., D]`, in float32 or whatever is wider."""
-        with torch.autocast(stream.device.type, enabled=False):
-            return project(stream, self.basis)
-
     def remember(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the input of a norm, the stream, until the sublayer has run (a forward pre-hook)."""
         self.residual.value = input_of(args, kwargs)
@@ -57,7 +53,7 @@ class StreamBasis(nn.Module):
         if residual is None or not self.control.enabled:
             return output
         added = hidden_of(output)
-        return with_hidden(output, (self.project(residual + added) - residual).to(added.dtype))
+        return with_hidden(output, (project(residual + added, self.basis) - residual).to(added.dtype))
 
     def project_input(
         self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -66,7 +62,7 @@ class StreamBasis(nn.Module):
         if not self.control.enabled:
             return args, kwargs
         hidden = input_of(args, kwargs)
-        projected = self.project(hidden).to(hidden.dtype)
+        projected = project(hidden, self.basis).to(hidden.dtype)
         return ((projected, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": projected})
 
 
