@@ -65,7 +65,7 @@ class ComparisonRun:
             except KeyboardInterrupt:
                 # Leave the page of what was measured, if that is anything.
                 if any(map(self._cells.is_complete, self._request.own_cells())):
-                    draw(self._folder.path, quiet=True)
+                    draw_comparison(read_comparison(self._folder.path), self._folder.path)
                 raise
             say()
             draw(self._folder.path)
@@ -197,18 +197,16 @@ class ComparisonRun:
         apply(model, method, blocks, target, settings, output=output, resume=output is not None, **how)
 
 
-def draw(folder: Path, *, quiet: bool = False) -> None:
+def draw(folder: Path) -> None:
     """Write tables, page and figures of whatever has been measured, and print the tables.
 
     Raises DataError if it is not the folder of a comparison.
     """
     comparison = read_comparison(folder)
-    if not quiet:
-        say(f"drawing  {folder}")
+    say(f"drawing  {folder}")
     paths, notes = draw_comparison(comparison, folder)
-    if not quiet:
-        written = [f"  {path}" for path in (folder / COMPARISON, *paths)]
-        say("\n".join([to_text(comparison), "\nwritten:", *written, *(f"note     {n}" for n in dict.fromkeys(notes))]))
+    written = [f"  {path}" for path in (folder / COMPARISON, *paths)]
+    say("\n".join([to_text(comparison), "\nwritten:", *written, *(f"note     {n}" for n in dict.fromkeys(notes))]))
 
 
 def _stage_records(stage: Stage, provenance: dict[str, Any], grid: GridOptions) -> Iterator[Record]:
