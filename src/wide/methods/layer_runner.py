@@ -6,6 +6,7 @@ masks, rotary embeddings); from then on layers are called alone. No family is kn
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -103,16 +104,13 @@ class LayerRunner:
     def observe(self, index: int, observers: Mapping[nn.Module, Observer]) -> None:
         """Run layer `index` on all micro-batches and show the inputs of modules inside it; outputs are dropped."""
 
-        def show(observer: Observer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                # Whatever the observer returns stays here: a hook that returns something replaces the arguments.
-                observer(input_of(args, kwargs))
-
-            return hook
+        def show(observer: Observer, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Whatever the observer returns stays here: a hook that returns something replaces the arguments.
+            observer(input_of(args, kwargs))
 
         with ExitStack() as hooks:
             for module, observer in observers.items():
-                hooks.enter_context(module.register_forward_pre_hook(show(observer), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(partial(show, observer), with_kwargs=True))
             for batch in range(len(self.inputs)):
                 self.call(index, batch)
 

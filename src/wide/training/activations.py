@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -60,23 +61,20 @@ def read_inputs(
     found: dict[K, list[Tensor]] = {key: [] for key in modules}
     valid: list[Tensor] = []
 
-    def watch(key: K) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = input_of(args, kwargs)
-            rows = hidden.flatten(0, -2)[valid[-1].to(hidden.device)]
-            # Nothing can be fitted to these, and clustering them would never end.
-            if not rows.isfinite().all():
-                raise TrainingError(
-                    f"{title}: inf or nan in {hidden.dtype}; load a base that is whole, in bfloat16 or float32"
-                )
-            found[key].append((rows.to(torch.bfloat16) if keep is None else keep(key, rows)).cpu())
-
-        return hook
+    def note(key: K, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = input_of(args, kwargs)
+        rows = hidden.flatten(0, -2)[valid[-1].to(hidden.device)]
+        # Nothing can be fitted to these, and clustering them would never end.
+        if not rows.isfinite().all():
+            raise TrainingError(
+                f"{title}: inf or nan in {hidden.dtype}; load a base that is whole, in bfloat16 or float32"
+            )
+        found[key].append((rows.to(torch.bfloat16) if keep is None else keep(key, rows)).cpu())
 
     device = next(model.parameters()).device
     with ExitStack() as hooks, judging(model):
         for key, module in modules.items():
-            hooks.enter_context(module.register_forward_pre_hook(watch(key), with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, key), with_kwargs=True))
         for batch in progress(batches, title=title, unit="batch"):
             valid.append(batch.valid.flatten())
             moved = batch.to(device)
