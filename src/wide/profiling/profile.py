@@ -308,18 +308,17 @@ class _Profile:
 
         return time_interleaved({"step": step}, rounds=10)["step"].median_us
 
-    def _candidates(self) -> list[calls.Candidate]:
+    def _candidates(self, *, as_loaded: bool = False) -> list[calls.Candidate]:
         return [
+            *([calls.Candidate(name=calls.AS_LOADED, model=self.dense)] if as_loaded else []),
             calls.Candidate(name=calls.DENSE, model=self.peer or self.model, is_dense=self.peer is None),
             calls.Candidate(name=self.name, model=self.model, skipped=self.skipped),
         ]
 
     def _race(self, length: int, batch: int) -> None:
         ids = self.tokens[:batch, :length].contiguous()
-        candidates = self._candidates()
         known = self.as_loaded.get((length, batch))
-        if known is None:
-            candidates.insert(0, calls.Candidate(name=calls.AS_LOADED, model=self.dense))
+        candidates = self._candidates(as_loaded=known is None)
         asked, quick = self.options.calls_timed, self.options.quick
         times, peaks = calls.race_calls(candidates, ids, self.options.generate, calls=asked, quick=quick)
         if known is None:
@@ -369,9 +368,8 @@ class _Profile:
         if not self.report.begin("batched_gate", self._batched_gate(), {}):
             return False
         for requests in self.options.requests:
-            candidates = self._candidates()
-            if requests <= _MOST_REQUESTS_AS_LOADED and requests not in self.batched_as_loaded:
-                candidates.insert(0, calls.Candidate(name=calls.AS_LOADED, model=self.dense))
+            is_new = requests <= _MOST_REQUESTS_AS_LOADED and requests not in self.batched_as_loaded
+            candidates = self._candidates(as_loaded=is_new)
             figures = calls.race_batches(candidates, requests, prompt, new, quick=self.options.quick)
             torch.cuda.empty_cache()
             if calls.AS_LOADED in figures:
