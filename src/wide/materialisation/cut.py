@@ -263,8 +263,7 @@ def _select_rows(linear: nn.Linear, rows: Tensor) -> None:
 
 def _select_columns(linear: nn.Linear, columns: Tensor) -> None:
     """Keep these input columns, `[n]` int64; the bias stays."""
-    bias = None if linear.bias is None else linear.bias.detach()
-    replace(linear, linear.weight.detach().index_select(1, columns.to(linear.weight.device)), bias)
+    replace(linear, linear.weight.detach().index_select(1, columns.to(linear.weight.device)))
 
 
 def head_rows(attention: AttentionSpec, heads: Sequence[int]) -> list[tuple[Any, Tensor]]:

@@ -92,7 +92,7 @@ def rotate_layer(spec: BlockSpec, bases: Bases, scales: tuple[Tensor, Tensor] | 
         for linear in reading:
             weight = linear.weight.detach().double()
             weight = weight if scales is None else weight * scales[position].to(device)
-            replace(linear, weight @ before, None if linear.bias is None else linear.bias.detach())
+            replace(linear, weight @ before)
         shortcut = before
         if after is not None:
             bias = None if output.bias is None else after.T @ output.bias.detach().double()
@@ -124,8 +124,8 @@ def rotate_embedding(model: nn.Module, basis: Tensor) -> None:
     embedding.embedding_dim = basis.shape[1]
 
 
-def replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-    """Put in another weight `[out, in]` and bias `[out]`, in the dtype and on the device of the old ones."""
+def replace(linear: nn.Linear, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Put in another weight `[out, in]`, and bias `[out]` if one is given, in dtype and on the device of the old."""
     old = linear.weight
     linear.weight = nn.Parameter(weight.to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad)
     if bias is not None:
