@@ -184,7 +184,7 @@ class HalfCounter:
         chosen = (
             torch.linspace(0, num_groups - 1, min(num_groups, MAX_MATRIX_GROUPS), dtype=torch.float64).round().long()
         )
-        next_ones = [_numbers(each().mean(1))[:1] for each in (lags.same, lags.same_by_chance)]
+        same, by_chance = (next(iter(_numbers(each().mean(1))), None) for each in (lags.same, lags.same_by_chance))
         return HalfStats(
             layer=layer,
             half=half,
@@ -192,8 +192,8 @@ class HalfCounter:
             by_group=tuple(rates.tolist()),
             by_position=tuple((self._by_position / (seen.clamp(min=1) * num_groups)).tolist()),
             by_count=tuple((counts / counts.sum()).tolist()),
-            same_as_previous=next_ones[0][0] if next_ones[0] else None,
-            same_by_chance=next_ones[1][0] if next_ones[1] else None,
+            same_as_previous=same,
+            same_by_chance=by_chance,
             token_correlation=_numbers(lags.phi().nanmean(1)),
             group_correlation=mean_by_distance(groups),
             matrix_groups=tuple(chosen.tolist()),

@@ -347,8 +347,7 @@ def flags_named(group: str, *, of: Container[str], not_of: Container[str] = ()) 
     try:
         yield
     except ConfigError as error:
-        first = re.match(r"\w*", str(error))
-        name = first[0] if first else ""
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
         if not group or name in not_of:
             raise
         raise type(error)(f"{group}.{error}" if name in of else f"{group}: {error}") from error

@@ -276,9 +276,8 @@ class Trainer:
         self._lowest = min(self._lowest, loss)
 
     def _not_finite(self, step: int, row: list[float]) -> str:
-        kept = "no checkpoints are kept without an output folder"
-        if self._checkpoints is not None:
-            kept = self._checkpoints.describe_last()
+        folder = self._checkpoints
+        kept = "no checkpoints are kept without an output folder" if folder is None else folder.describe_last()
         found = dict(zip(_NAMES, row, strict=True))
         what = ", ".join(f"{name} = {value}" for name, value in found.items() if not math.isfinite(value))
         return (
