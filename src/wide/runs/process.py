@@ -60,10 +60,9 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[bool]:
     by `kill -9` too. Raises OSError if the file system has no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with (folder / LOCK).open("a+") as file:
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
@@ -71,9 +70,7 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[bool]:
             yield True
         finally:
             # Closing alone would leave it with a child that was forked meanwhile.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager
