@@ -624,19 +624,15 @@ def test_slow_weights_are_seen_in_a_log(finished, tiny_model_folder, tmp_path, m
     assert re.search(r"Writing model shards: .* 1/1 after.*sha256 of weights: file 1/1", capsys.readouterr().err, re.S)
 
 
-def test_recover_never_overwrites_the_adapter_it_reads(finished, tiny_model_folder, prose_folder, capsys):
-    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(finished)]
-    before = sorted(finished.rglob("*"))
-    assert main(["recover", *given, "--output", str(finished), "--overwrite"]) == 1
-    assert "choose another folder" in capsys.readouterr().err
-    assert sorted(finished.rglob("*")) == before
-
-
-def test_eval_never_overwrites_what_it_reads(finished, tiny_model_folder, prose_folder, capsys):
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("recover", "choose another folder"), ("eval", "--output {0} holds or is part of --adapter {0}")],
+)
+def test_what_a_command_reads_is_never_overwritten(command, words, finished, tiny_model_folder, prose_folder, capsys):
     given = ["--model", str(tiny_model_folder), "--adapter", str(finished), "--data", str(prose_folder)]
     before = sorted(finished.rglob("*"))
-    assert main(["eval", *given, "--output", str(finished), "--overwrite"]) == 1
-    assert f"--output {finished} holds or is part of --adapter {finished}" in capsys.readouterr().err
+    assert main([command, *given, "--output", str(finished), "--overwrite"]) == 1
+    assert words.format(finished) in capsys.readouterr().err
     assert sorted(finished.rglob("*")) == before
 
 
