@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
 
 from wide.cli.recipes import find_recipe, is_recipe, recipe_command, recipe_names
 from wide.errors import UsageError, nearest
@@ -174,7 +174,6 @@ class Arguments:
         # The parser meets values of types that nobody writes with errors of Python's.
         except (ArgumentError, TypeError, RuntimeError) as error:
             raise UsageError(f"{_in_one_line(error)} (see {self._parser.prog} --help)") from error
-        assert isinstance(values, Namespace)
         for name in self._never_null:
             if values.get(name) is None:
                 raise UsageError(

@@ -305,8 +305,7 @@ class _Rounding:
         self._flipped: dict[str, Tensor] = {}
         self._decisions: dict[str, Tensor] = {}
 
-    def __call__(self, router: nn.Module, args: tuple[Any, ...], _output: Tensor) -> None:
-        assert isinstance(router, Router)
+    def __call__(self, router: Router, args: tuple[Any, ...], _output: Tensor) -> None:
         hidden: Tensor = args[0]
         if hidden.dtype != torch.bfloat16:
             # Not compared with the output, which may have been forced.

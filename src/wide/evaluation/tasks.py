@@ -79,16 +79,14 @@ def check_tasks(names: Sequence[str], local_data: str | Path | None) -> None:
     if lm-evaluation-harness is not installed.
     """
     tasks = [find_task(name) for name in names]
-    harness = find_spec("lm_eval")
-    if tasks and (harness is None or harness.origin is None):
+    harness = getattr(find_spec("lm_eval"), "origin", None)
+    if tasks and harness is None:
         raise MissingExtraError("task evaluation needs lm-evaluation-harness: pip install 'wide[eval]'")
     for task in tasks:
         if local_data is not None:
             _local_file(task, Path(local_data))
             continue
-        assert harness is not None
-        assert harness.origin is not None
-        wrong = unreachable(_data_set(Path(harness.origin).parent / "tasks" / task.stock), "dataset")
+        wrong = unreachable(_data_set(Path(str(harness)).parent / "tasks" / task.stock), "dataset")
         if wrong is not None:
             raise EvaluationError(f"the data of the task {task.name!r} cannot be loaded: {wrong}{ELSEWHERE}")
 

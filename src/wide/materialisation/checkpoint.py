@@ -424,5 +424,4 @@ def load_checkpoint(path: str | Path, **options: Any) -> Any:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise AdapterError(f"{path} cannot be loaded: {reason}; copy it again, or export it anew") from error
-    assert isinstance(model, torch.nn.Module)
     return model.eval()

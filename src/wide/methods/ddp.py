@@ -181,8 +181,8 @@ class _Course:
         entropy, divergence = self._language(self._text.batch_at(step, batch_size=settings.batch_size))
         midpoint = annealed_midpoint(step, steps=settings.steps, final=settings.midpoint_end)
         scores = {kind: self._scores(kind, midpoint) for kind in _KINDS}
-        penalty = sum(self._multipliers[kind].penalty(scores[kind], self.goals[kind].sparsity) for kind in _KINDS)
-        assert isinstance(penalty, Tensor)
+        penalties = [self._multipliers[kind].penalty(scores[kind], self.goals[kind].sparsity) for kind in _KINDS]
+        penalty = torch.stack(penalties).sum()
         torch.autograd.backward(penalty)
         # Looked at before the step, so that what is not finite never reaches a gate.
         gradients = [scale.grad.sum() for scale in self._scales if scale.grad is not None]

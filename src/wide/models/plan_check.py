@@ -186,9 +186,8 @@ def _probe(spec: BlockSpec, seed: int) -> Tensor:
 
 def placeholder_tensors(plan: Plan) -> dict[str, Tensor]:
     """Return tensors that fit a plan and stand for its values until a checkpoint's are loaded."""
-    tensors = {}
-    for name, shape in plan.tensor_shapes().items():
-        tensors[name] = torch.zeros(shape) if len(shape) == 1 else torch.eye(*shape)
+    shapes = plan.tensor_shapes()
+    tensors = {name: torch.zeros(shape) if len(shape) == 1 else torch.eye(*shape) for name, shape in shapes.items()}
     for index, name, half in plan.halves():
         if isinstance(half, Kept):
             tensors[scale_name(index, name)][: half.kept] = 1.0
