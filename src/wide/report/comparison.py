@@ -174,4 +174,4 @@ def read_comparison(folder: Path | Folder) -> Comparison:
     """
     found = read_folder(folder) if isinstance(folder, Path) else folder
     speeds = [(cell, row) for cell, profile in found.cells.items() for row in profile.forwards() if is_own(row)]
-    return Comparison(found.records or Selection([]), speeds, found.notes)
+    return Comparison(found.records, speeds, found.notes)

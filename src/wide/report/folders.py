@@ -12,7 +12,6 @@ from wide.report.drawing import FOLDER
 from wide.report.figure import Row
 from wide.report.page import Section, facts, figure_sections, notes_section, render, run_sections
 from wide.report.reading import Folder, read_folder
-from wide.report.selection import Selection
 from wide.report.speed import SPEED_FIGURES, Profile, is_own
 from wide.report.table import Table, summary_table
 from wide.writing import write_whole
@@ -38,7 +37,7 @@ def draw_folder(path: Path, output: Path | None = None) -> Drawn:
         return draw_comparison(read_comparison(folder), output)
     run = folder.records
     title, parts = f"Measured speed, {path.resolve().name}", list[Section]()
-    if run is not None:
+    if run.records or run.notes:
         title = f"Token-wise width pruning of {run.text('run', 'model') or 'a model'}"
         parts += run_sections(run, run_table(folder), output, _speed_in_words(folder))
     parts += _speed(folder.profile, output) if folder.profile.files else [Section(title="Speed", texts=[_NO_SPEED])]
@@ -51,7 +50,7 @@ def run_table(folder: Folder) -> Table:
     def speeds(subject: str) -> Row:
         return {what: _span(each) if each else None for what, each in _speeds(folder, subject).items()}
 
-    return summary_table(folder.records or Selection([]), speeds)
+    return summary_table(folder.records, speeds)
 
 
 def draw_comparison(comparison: Comparison, folder: Path) -> Drawn:
@@ -80,7 +79,7 @@ def _write(title: str, parts: list[Section], output: Path) -> Path:
 
 def _speeds(folder: Folder, subject: str) -> dict[str, list[float]]:
     """Return the speed-ups of one model of a run, of each size that was timed, ascending; never of random masks."""
-    run = folder.records or Selection([])
+    run = folder.records
     last, name = run.subjects()[-1], run.text("run", "model")
     own = [row for row in folder.profile.forwards() if is_own(row) and row["model"] == name]
     # An adapter in this folder is the one of the stage before LoRA.
@@ -90,7 +89,7 @@ def _speeds(folder: Folder, subject: str) -> dict[str, list[float]]:
 
 
 def _speed_in_words(folder: Folder) -> str:
-    last = (folder.records or Selection([])).subjects()[-1:]
+    last = folder.records.subjects()[-1:]
     known = {what: speeds for subject in last for what, speeds in _speeds(folder, subject).items() if speeds}
     if not known:
         return "Whether it saves time was not measured; small models save none."

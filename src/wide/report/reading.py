@@ -19,11 +19,11 @@ BENCHES = [f"{place}/{name}" for place in (".", "coarse", "profile", "bench", "b
 class Folder:
     """What a folder holds, or a run in the record file of a study, which is named as if it were a folder beside it.
 
-    `records` are those of its run or comparison, None of benches alone. `profile` is what was timed, but for the cells
+    `records` are those of its run or comparison, empty of benches alone. `profile` is what was timed, but for the cells
     of a comparison, which `cells` has.
     """
 
-    records: Selection | None
+    records: Selection
     is_comparison: bool
     profile: Profile
     cells: Mapping[Cell, Profile]
@@ -31,8 +31,8 @@ class Folder:
     @property
     def notes(self) -> list[str]:
         """What was left out of the records and of the benches, in words."""
-        own = () if self.records is None else self.records.notes
-        return [*own, *(note for profile in (self.profile, *self.cells.values()) for note in profile.notes)]
+        profiles = (self.profile, *self.cells.values())
+        return [*self.records.notes, *(note for profile in profiles for note in profile.notes)]
 
 
 def read_folder(path: Path) -> Folder:
@@ -62,7 +62,7 @@ def read_folder(path: Path) -> Folder:
     run = Selection(records, notes)
     is_comparison = file is not None and (file.name == COMPARISON or run.content("run", "grid.methods") is not None)
     return Folder(
-        records=run if records else None,
+        records=run,
         is_comparison=is_comparison,
         profile=profile,
         cells={cell: found for cell, found in profiles.items() if cell is not None},

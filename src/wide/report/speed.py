@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,7 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
     `name` is one of `BENCH_FILES`; `content` is what the bench writes, with a list of records.
     """
     head = {key: value for key, value in content.items() if isinstance(value, str | int)}
-    read: Callable[[Any, Row], Row] = _as_row
-    if name in (OPERATORS, ATTENTION, END_TO_END):
-        read = _forward if name == END_TO_END else _timed
+    read = {OPERATORS: _timed, ATTENTION: _timed, END_TO_END: _forward}.get(name, _as_row)
     faults: Counter[str] = Counter()
     rows: list[Row] = []
     records = [record for kind in ("records", "first_tokens", "batched") for record in content.get(kind) or ()]
