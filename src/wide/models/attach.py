@@ -40,16 +40,7 @@ from wide.models.regroup import RegroupedChannels
 from wide.models.replaced import ReplacedWeights
 from wide.models.router import Router, RoutingControl, Sampling
 from wide.models.stream import STREAM_NAME, attach_stream
-from wide.plan import (
-    Dense,
-    Following,
-    Half,
-    LayerPlan,
-    Plan,
-    Routed,
-    Skipped,
-    scale_name,
-)
+from wide.plan import Dense, Following, Half, LayerPlan, Plan, Routed, Skipped, scale_name
 from wide.schema import require
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
