@@ -12,15 +12,7 @@ from wide.cli.main import main
 from wide.comparison.grid import GridOptions, as_many_tokens
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.errors import ConfigError, UsageError
-from wide.methods.catalogue import (
-    DDPConfig,
-    DenseConfig,
-    SliceGPTConfig,
-    TyrConfig,
-    WideMethodConfig,
-    get,
-    names,
-)
+from wide.methods.catalogue import DDPConfig, DenseConfig, SliceGPTConfig, TyrConfig, WideMethodConfig, get, names
 from wide.records import Cell
 from wide.runs.folder import RunFolder, resolved, save_config
 

@@ -6,13 +6,7 @@ from torch import nn
 
 from wide.data import local_names
 from wide.data.corpus import load_documents
-from wide.data.tokenizer import (
-    adds_bos,
-    check_vocabulary,
-    document_tokens,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from wide.data.tokenizer import adds_bos, check_vocabulary, document_tokens, load_tokenizer, tokenizer_fingerprint
 from wide.errors import DataError
 
 

@@ -50,10 +50,7 @@ def test_dense_and_routed_logits_are_the_models(family):
         torch.testing.assert_close(model(ids).logits, dense, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("family", "batch"),
-    [(family, 5 if family in ("llama", "phi3") else 2) for family in SHAPES],
-)
+@pytest.mark.parametrize(("family", "batch"), [(family, 5 if family in ("llama", "phi3") else 2) for family in SHAPES])
 def test_steps_after_a_padded_prefill_equal_the_full_forward(family, batch):
     model, ids = _attached(family), tokens(batch, 12)
     decoder = Decoder(model, max_length=16)

@@ -16,13 +16,7 @@ import pytest
 import torch
 from families import DISTINCT, FAMILIES, STRAIGHT, distinct, make, stirred, tokens
 from tables import fixed
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from wide.config import WideConfig
 from wide.errors import NotAttachedError, ShapeError, UnsupportedModelError

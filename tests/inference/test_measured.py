@@ -87,11 +87,7 @@ def test_rates_decide(tmp_path: Path) -> None:
         assert _table(tuning, (0.5, share)).how("gate_up", 4096) == "dense"
     known = dataclasses.replace(SPARSE, median_us=3.0, dense_us=5.0)
     tuning.store({tuning_key("gemm_mn", CPU, gemm_case("gate_up", LLAMA, 4096, 0.5)): known})
-    assert [_table(tuning, (0.5, share)).how("gate_up", 4096) for share in (0.7, 0.8, 1.0)] == [
-        "many",
-        "many",
-        "dense",
-    ]
+    assert [_table(tuning, (0.5, share)).how("gate_up", 4096) for share in (0.7, 0.8, 1.0)] == ["many", "many", "dense"]
     assert _table(tuning, (0.5, 0.5)).cache
     assert not _table(tuning, (1.0, 0.5)).cache
     with pytest.raises(ConfigError, match=r"\(0\.5, 0\.5\) skips half"):

@@ -55,12 +55,7 @@ def _never(*_args, **_options):
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        ("llama", {}),
-        ("mistral", {"sliding_window": 6}),
-        ("gemma2", {"sliding_window": 8}),
-        ("granite", {}),
-    ],
+    [("llama", {}), ("mistral", {"sliding_window": 6}), ("gemma2", {"sliding_window": 8}), ("granite", {})],
 )
 def test_tokens_are_those_of_the_masked_model(family, changes, monkeypatch):
     model = attach(stirred(make(family, **changes)), CONFIG)

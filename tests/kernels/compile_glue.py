@@ -13,10 +13,7 @@ from wide.kernels.route import _triton as route
 
 HALF = dict.fromkeys(
     ("X", "Q", "K", "V", "COS", "SIN", "K_CACHE", "V_CACHE", "Q_NORM", "K_NORM", "OUT"), "*bf16"
-) | dict.fromkeys(
-    ("ADDEND", "WEIGHT", "TOTAL", "NORMED", "DOWN"),
-    "*bf16",
-)
+) | dict.fromkeys(("ADDEND", "WEIGHT", "TOTAL", "NORMED", "DOWN"), "*bf16")
 FLOATS = dict.fromkeys(("DIFFERENCE", "OFFSET", "PARTIAL"), "*fp32") | {"eps": "fp32"}
 TYPES = (
     HALF

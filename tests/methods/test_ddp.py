@@ -10,15 +10,7 @@ from tiny import CONFIG, dense_model
 from wide.data.batches import IGNORED
 from wide.errors import ConfigError, NotAttachedError, TrainingError
 from wide.methods.catalogue import DDPConfig
-from wide.methods.ddp import (
-    Multipliers,
-    annealed_midpoint,
-    decide,
-    export,
-    relu_gate,
-    retention,
-    soft_sparsity,
-)
+from wide.methods.ddp import Multipliers, annealed_midpoint, decide, export, relu_gate, retention, soft_sparsity
 from wide.methods.method import Target
 from wide.models.attach import attach, is_attached
 from wide.models.cost import static_sparsity

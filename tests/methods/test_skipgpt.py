@@ -184,10 +184,7 @@ def test_layers_without_a_routable_ffn_keep_it():
     assert isinstance(plan.layers[0].ffn, Dense)
 
 
-@pytest.mark.parametrize(
-    ("changes", "spread"),
-    [({}, 1.17), ({"router_init": "uniform"}, 0.27)],
-)
+@pytest.mark.parametrize(("changes", "spread"), [({}, 1.17), ({"router_init": "uniform"}, 0.27)])
 def test_routers_begin_as_the_authors_do(changes, spread):
     """Inputs of variance 1 give W1 x a variance of 2, ReLU of it 1 - 1/pi around its mean, and a margin twice that."""
     width = 512

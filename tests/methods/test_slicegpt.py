@@ -11,13 +11,7 @@ from wide.errors import ConfigError, UnsupportedModelError
 from wide.methods.calibration import windows
 from wide.methods.catalogue import SliceGPTConfig
 from wide.methods.method import Target
-from wide.methods.slicegpt import (
-    decide,
-    kept_dimensions,
-    principal_basis,
-    removed_share,
-    stream_bases,
-)
+from wide.methods.slicegpt import decide, kept_dimensions, principal_basis, removed_share, stream_bases
 from wide.models.attach import attach, detach
 from wide.models.discovery import discover
 from wide.models.stream import project

@@ -70,9 +70,7 @@ def test_a_layer_without_both_halves_is_deleted_and_the_model_is_an_ordinary_one
     )
 
 
-LONGER = {
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
-}
+LONGER = {"smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}}
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (8, 2), (8, 8), (5, 1)])

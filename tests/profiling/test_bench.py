@@ -18,14 +18,7 @@ from benchmarks.cases.gemv import GEMV_MN
 from benchmarks.cases.reorder import REORDER
 from benchmarks.decode import decode_races, group_races
 from benchmarks.languages import cute
-from benchmarks.operators import (
-    COARSE,
-    BenchRequest,
-    coarse_shapes,
-    parse_backends,
-    races,
-    run_bench,
-)
+from benchmarks.operators import COARSE, BenchRequest, coarse_shapes, parse_backends, races, run_bench
 from benchmarks.races import BenchRace, measure
 from wide.errors import ConfigError
 from wide.kernels.dispatch import Backends

@@ -109,13 +109,7 @@ def test_every_figure_lies_beside_the_page_with_its_values(drawn):
     with (page.parent / FOLDER / "group-patterns.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert len(rows) == 24
-    assert rows[1] == {
-        "half": "attention",
-        "layer": "0",
-        "groups": "4",
-        "group_or_bin": "1",
-        "share_of_tokens": "0.99",
-    }
+    assert rows[1] == {"half": "attention", "layer": "0", "groups": "4", "group_or_bin": "1", "share_of_tokens": "0.99"}
 
 
 @pytest.mark.parametrize("name", ["training", "tokens", "stability"])
