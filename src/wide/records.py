@@ -182,8 +182,7 @@ def read_lines(path: Path) -> tuple[list[Any], list[str]]:
 
 def fingerprint(config: Any) -> str:
     """Return a short hash of a JSON-ready configuration; the order of keys does not matter."""
-    content = json.dumps(config, sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 # Reading the metadata of all of them takes tens of milliseconds.

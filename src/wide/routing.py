@@ -20,10 +20,9 @@ class LayerRouting:
     ffn_margin: Tensor | None = None
 
     def __repr__(self) -> str:
-        masks = {"attention": self.attention, "ffn": self.ffn}
         told = (
             f"{name} {list(mask.shape)}, {mask.float().mean().item():.0%} executed"
-            for name, mask in masks.items()
+            for name, mask in (("attention", self.attention), ("ffn", self.ffn))
             if mask is not None
         )
         return f"LayerRouting({'; '.join(told)})"

@@ -50,9 +50,8 @@ def _profile(options: ProfileOptions, out: Path, words: Sequence[str]) -> bool:
 
     from wide.profiling.profile import run_profile
 
-    device = torch.device("cuda", torch.cuda.current_device())
     with noted(out, "profile", words):
-        return run_profile(options, out, device=device, say=say)
+        return run_profile(options, out, device=torch.device("cuda", torch.cuda.current_device()), say=say)
 
 
 def _check(options: ProfileOptions) -> None:

@@ -186,8 +186,7 @@ class _Course:
         torch.autograd.backward(penalty)
         # Looked at before the step, so that what is not finite never reaches a gate.
         gradients = [scale.grad.sum() for scale in self._scales if scale.grad is not None]
-        found = torch.stack([entropy, divergence, penalty.detach(), *gradients])
-        self._check(step, found)
+        self._check(step, torch.stack([entropy, divergence, penalty.detach(), *gradients]))
         share = learning_rate(step, steps=settings.steps, peak=1.0, warmup=settings.warmup)
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * share

@@ -216,8 +216,7 @@ class Supernet:
         pruner = UnitPruner(linear.weight, gram, unit_size=projection.unit_size, damping=settings.damping)
         rounds = settings.attention_rounds if projection.kind == "attention" else settings.ffn_rounds
         for level in self.levels[index].all():
-            removed = self.levels[index].removed(level)
-            weight, kept = pruner.prune(removed, rounds=rounds)
+            weight, kept = pruner.prune(self.levels[index].removed(level), rounds=rounds)
             self.copies[index, level] = weight.cpu(), kept.cpu()
 
     def _propagate(self, runner: LayerRunner, layer: int, own: Mapping[int, Projection]) -> int:

@@ -107,8 +107,7 @@ def _over_layers(comparison: Comparison) -> list[Drawn]:
         shares = {}
         for row in comparison.rows:
             for stage in [] if row.recovered or row.is_dense else comparison.finished(row, target)[:1]:
-                found = {key: dict(comparison.run.by_layer(stage, f"sparsity.{key}")) for key in SUBLAYERS}
-                shares[row.method] = found
+                shares[row.method] = {key: dict(comparison.run.by_layer(stage, f"sparsity.{key}")) for key in SUBLAYERS}
         layers = sorted({layer for halves in shares.values() for by_layer in halves.values() for layer in by_layer})
         if layers:
             return [

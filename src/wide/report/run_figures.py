@@ -88,8 +88,7 @@ def _patterns(run: Selection) -> list[Row]:
 
 def _correlations(run: Selection) -> list[Row]:
     pairs = {"group_correlation": "groups apart, one token", "token_correlation": "tokens apart, one group"}
-    metrics = [f"routing.{sublayer}.{name}" for sublayer in SUBLAYERS for name in pairs]
-    subject = run.last_subject_with(*metrics) or ""
+    subject = run.last_subject_with(*(f"routing.{each}.{name}" for each in SUBLAYERS for name in pairs)) or ""
     return [
         {"between": words, "half": SUBLAYERS[sublayer], "distance": distance, "phi": value}
         for name, words in pairs.items()

@@ -150,8 +150,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             state.loop.end()
         state.loop = self
         self._open.callback(setattr, state, "loop", None)
-        device = next(model.parameters()).device
-        self._parallel = DataParallel.from_environment(device)
+        self._parallel = DataParallel.from_environment(next(model.parameters()).device)
         forget_thresholds(model)
         self._term = Objective(model, self.objective, parallel=self._parallel)
         self._steps = steps
