@@ -427,6 +427,7 @@ def completed(client, **asked):
         ('{"prompt": ', "the body is not JSON: Expecting value at character 11; mend it"),
         ("[]", "the body: Input should be a valid dictionary"),
         ('{"prompt": "a", "temperature": 1e9}', "less than or equal to 2, got 1000000000.0"),
+        ('{"prompt": "a", "eos_token_id": 9999999999}', "less than 2147483648, got 9999999999"),
     ],
 )
 def test_a_refusal_names_option_value_and_wish(body, words, base):

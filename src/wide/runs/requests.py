@@ -26,6 +26,7 @@ _DEFAULT_TOKENS = 1024
 _MOST_REQUESTS = 64
 
 _Tokens = Annotated[int, Field(ge=1, lt=2**31)]
+_Token = Annotated[int, Field(ge=-1, lt=2**31)]
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _Stop = Annotated[str, Field(min_length=1, max_length=64)]
@@ -45,7 +46,7 @@ class Sampling(BaseModel):
     typical_p: _Share | None = None
     # Far from 1 logits become infinite.
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
-    eos_token_id: int | Annotated[list[int], Field(min_length=1, max_length=64)] | None = None
+    eos_token_id: _Token | Annotated[list[_Token], Field(min_length=1, max_length=64)] | None = None
     stop_strings: _Stops | None = None
     max_new_tokens: _Tokens | None = None
     num_beams: Literal[1] | None = None
