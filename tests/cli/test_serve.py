@@ -477,6 +477,13 @@ def test_no_part_of_a_chat_is_left_out(base):
         assert (said.status_code, words in said.text) == (400, True), said.text
     base[1].chat_template = TEMPLATE + "{{ messages[1].tool_calls[0].function.name }}"
     assert client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 1}).status_code == 200
+    # What is said beside a call is in the prompt, too.
+    says = {"role": "assistant", "content": "Let me look."}
+    shown = [*HELLO, says | {"tool_calls": [call]}]
+    count = len(base[1].apply_chat_template(shown)["input_ids"])
+    for path, asked in (("chat/completions", {"messages": shown}), ("responses", {"input": [*HELLO, says, items[1]]})):
+        usage = client.post(f"/v1/{path}", json=asked).json()["usage"]
+        assert count in usage.values(), usage
 
 
 @pytest.mark.parametrize("streams", [False, True])

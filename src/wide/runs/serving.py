@@ -191,6 +191,8 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
     state = GenerationState(continuous_batching=options.continuous_batching, cb_config=batching)
     kinds = CompletionHandler, ChatCompletionHandler, ResponseHandler
     completions, chats, responses = (kind(one, state) for kind in kinds)
+    for handler in (chats, responses):
+        vars(handler)["get_processor_inputs_from_messages"] = _in_full
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, version=__version__)
     app.add_middleware(Bounded, limits=limits)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=options.hosts(), www_redirect=False)
@@ -238,6 +240,13 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
     for kind in (RequestValidationError, StarletteHTTPException, DataError, EndedError, CBWorkerDeadError, Exception):
         app.add_exception_handler(kind, _in_words)
     return app
+
+
+def _in_full(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+    """Return messages for a template; transformers' own leaves out what an assistant says beside its tool calls."""
+    both = messages, [message | {"tool_calls": None} for message in messages]
+    found, said = (ChatCompletionHandler.get_processor_inputs_from_messages(each, modality) for each in both)
+    return [message | {"content": words["content"]} for message, words in zip(found, said, strict=True)]
 
 
 def _refuse(asked: Asked, one: _OneModel, options: ServerOptions) -> None:
