@@ -194,7 +194,9 @@ def test_chats_go_through_the_template(tmp_path, tokenizer, chatty, field):
         texts(path, text_field=field, tokenizer=tokenizer)
     # The template would write nothing in the place of what it does not find, None, and a list with its brackets.
     null, parts = {"role": "user", "content": None}, {"role": "user", "content": [{"type": "text", "text": "x"}]}
-    for message in ({"from": "human", "value": "x"}, {"role": "user", "text": "x"}, {"content": "x"}, null, parts):
+    calls = {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    others = {"from": "human", "value": "x"}, {"role": "user", "text": "x"}, {"content": "x"}
+    for message in (*others, null, parts, calls):
         path.write_bytes(json_lines([{name: [*CHAT, message]}]))
         with pytest.raises(DataError, match=r"row 1: the chat template does not write {.*wanted 'role' and a text"):
             texts(path, text_field=field, tokenizer=chatty)

@@ -114,7 +114,9 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: "PreTrainedToken
     # Many templates write nothing where a field is missing, and null or a list as Python does.
     for message in messages:
         is_whole = "role" in message and any(message.get(key) is not None for key in ("content", "tool_calls"))
-        if not is_whole or (isinstance(message.get("content"), list) and str(message["content"]) in text):
+        is_known = not message.get("tool_calls") or "tool_calls" in str(tokenizer.chat_template)
+        is_plain = not isinstance(message.get("content"), list) or str(message["content"]) not in text
+        if not (is_whole and is_known and is_plain):
             found = str(message)[:100]
             raise DataError(f"{where}: the chat template does not write {found}; wanted 'role' and a text as 'content'")
     start = str(tokenizer.bos_token) if adds_bos(tokenizer) else ""
