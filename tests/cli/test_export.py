@@ -69,6 +69,9 @@ def test_a_checkpoint_of_the_same_function(kind, how, ordinary, tiny_model_folde
     with torch.no_grad():
         torch.testing.assert_close(model(torch.arange(8).unsqueeze(0)).logits, wanted, atol=1e-4, rtol=1e-3)
     assert len(AutoTokenizer.from_pretrained(output)) > 0
+    assert main(["generate", f"--model={output}", "--prompt=The", "--max_new_tokens=2", "--device=cpu"]) == 0
+    # What was cut has no routers any more, and is not the dense model.
+    assert "dense" not in capsys.readouterr().err.replace("no faster than dense", "")
     assert [path.name for path in output.parent.iterdir()] == ["model"]
     assert main(given) == 1
     assert "exists already" in capsys.readouterr().err

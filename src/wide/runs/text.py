@@ -74,7 +74,7 @@ def install_operators(model: Any, options: InferenceOptions) -> str:
     backend, weights = options.backend, options.weights
     masked = ""
     if not is_attached(model):
-        masked = "dense: there are no routers, so nothing is skipped"
+        masked = "without routers, so nothing is skipped"
     elif backend == "none" or (backend == "auto" and model.device.type != "cuda"):
         why = "--backend none" if backend == "none" else f"the kernels need a GPU, not {model.device}"
         masked = f"masked, so no faster than dense: {why}"
@@ -249,7 +249,7 @@ def encode(model: Any, tokenizer: Any, prompt: str | Sequence[Mapping[str, str]]
 def _skipped(model: Any, ids: Tensor) -> str:
     """Return what is skipped on tokens [1, T], by one forward beside the generation, which stays undisturbed."""
     if not is_attached(model):
-        return "dense, nothing skipped"
+        return "no routers, nothing skipped"
     counter = SkipCounter(model)
     with judging(model), observe(model) as routing:
         forward_without_head(model, ids)
