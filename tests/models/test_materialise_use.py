@@ -93,6 +93,9 @@ def test_any_layer_may_lose_its_attention_where_kinds_of_attention_alternate(fam
         options = {"attention_mask": mask, "cache_implementation": cache, "output_logits": True} | GREEDY
         found, wanted = (m.generate(ids, return_dict_in_generate=True, **options) for m in (physical, masked))
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), **CLOSE)
+    # Tokens that were guessed wrong are taken back from all layers.
+    found, wanted = (m.generate(ids[1:], prompt_lookup_num_tokens=2, **GREEDY) for m in (physical, masked))
+    assert torch.equal(found, wanted)
 
 
 def test_the_cache_holds_only_the_kv_heads_that_are_left():

@@ -137,9 +137,12 @@ def cut(model: Any, specs: Sequence[BlockSpec], shape: ModelShape, channels: Map
     `channels` are the intermediate channels that are left, int64, by layer; the first ones where a layer is not named.
     Raises UnsupportedModelError if the structure does not allow it.
     """
-    kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    # A cache is asked for its length through its first layer, and through the first one of every kind.
-    counting = {0} | {kinds.index(kind) for kind in kinds}
+    config = model.config.get_text_config()
+    of_all = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = list(getattr(config, "layer_types", None) or [of_all] * len(specs))
+    # A cache is asked for its length through its first layer and the first one of every kind; of layers with a window,
+    # it takes tokens back from all.
+    counting = {at for at, kind in enumerate(kinds) if kind != "full_attention" or kinds.index(kind) == at} | {0}
     for position, (spec, left) in enumerate(zip(specs, shape.layers, strict=True)):
         if not left.query_heads:
             _leave_out_attention(spec, left, counts_tokens=position in counting)
