@@ -134,7 +134,10 @@ def test_a_wrong_task_fails_before_any_work(plain_model):
 
 def test_the_fused_path_gives_the_masked_figures_and_says_how_many_decisions_differ(attached_model, monkeypatch):
     masked = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False)
+    modes = [part is not attached_model.lm_head for part in attached_model.modules()]
+    attached_model.train().lm_head.eval()
     report = evaluate(attached_model, DOCUMENTS, window=32, batch_size=2, compare_dense=False, fused=True)
+    assert [part.training for part in attached_model.modules()] == modes
     assert report.masked == masked.model
     assert report.model.perplexity.perplexity == pytest.approx(masked.model.perplexity.perplexity, rel=1e-4)
     assert 0.0 <= report.flip_rate < 0.01

@@ -25,7 +25,7 @@ from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import is_attached, trained_on
 from wide.models.cost import SkipCounter
 from wide.models.lora import has_merged_lora, without_lora
-from wide.models.observe import bypass
+from wide.models.observe import bypass, judging
 from wide.schema import require
 
 _LONGEST_WINDOW = 4096
@@ -162,9 +162,9 @@ def scored_split(source: str | Path, provenance: Mapping[str, Any], **reading: A
 
 @contextmanager
 def _fused(model: nn.Module, weights: str) -> Iterator[None]:
-    training = model.training
-    optimize(model.eval(), weights=weights)
-    try:
-        yield
-    finally:
-        deoptimize(model).train(training)
+    with judging(model):
+        optimize(model, weights=weights)
+        try:
+            yield
+        finally:
+            deoptimize(model)
