@@ -158,6 +158,8 @@ def test_a_loop_of_the_callers_own_and_a_cache_that_leaves_the_engine(family, is
                 held = 14 if family == "llama" else 4
                 assert cache.layers[0].keys.shape[2] == held
             one = {"input_ids": ids[:, place : place + 1], "position_ids": places[:, place : place + 1]}
+            # The places of the logits, in a step too.
+            one["logits_to_keep"] = torch.zeros(place % 3, dtype=torch.int64)
             out = model(**one, attention_mask=mask[:, : place + 1], past_key_values=cache)
             assert cache.get_seq_length() == place + 1
             found.append(out.logits)

@@ -169,7 +169,7 @@ def require_hidden(cache: EngineCache, mask: Any) -> None:
 
 
 def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
-    """Return the logits [B, 1, V] after one more token [B, 1] a sequence; the cache, which is not empty, grows by it.
+    """Return the logits [B, kept, V] after one token [B, 1] more a sequence; the cache, not empty, grows by it.
 
     Masks and positions that are given are compared unless `generate` made them.
     """
@@ -201,7 +201,8 @@ def step(memory: Memory, ids: Tensor, cache: EngineCache, run: ForwardOptions, g
     # `generate` will most likely ask for the step behind this one.
     if trusted and cache.is_greedy and cache.tokens < min(cache.room or 0, slot.cache.room):
         cache.has_begun = memory.begin(slot, routed=run.routed)
-    return logits[:, None]
+    kept = given.get("logits_to_keep")
+    return logits[:, None][:, kept] if isinstance(kept, Tensor) else logits[:, None]
 
 
 def paged_step(memory: Memory, ids: Tensor, run: ForwardOptions, given: Mapping[str, Any]) -> Tensor:
