@@ -29,7 +29,7 @@ from wide.inference.engine.memory import Memory, Slot
 from wide.inference.optimize import deoptimize, optimize
 from wide.models.attach import attach, attachment
 from wide.models.gates import cache_name
-from wide.models.observe import bypass
+from wide.models.observe import bypass, capture_routing
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}
@@ -732,6 +732,11 @@ def test_nothing_to_skip_runs_no_router(monkeypatch):
     for name in ("route", "norm_route"):
         monkeypatch.setattr(f"wide.inference.engine.layer.{name}", refuse)
     assert model.generate(ids, **GREEDY).tolist() == wanted
+    with capture_routing(model) as routing:
+        model(ids)
+    for router in attachment(model).routers():
+        mask = getattr(routing[router.layer_index], router.half_layer)
+        assert torch.equal(mask, torch.ones(1, 12, router.num_groups, dtype=torch.bool))
 
 
 def test_first_layers_alone_and_then_all_again():

@@ -6,6 +6,7 @@ of causal keys a sequence with left padding, over memory of its own. All else ru
 
 import functools
 import inspect
+import math
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -231,6 +232,11 @@ class Engine:
             for layer, masks in zip(observed, run.record, strict=False):
                 layer.attention, layer.ffn = (None if mask is None else mask.view(*x.shape[:2], -1) for mask in masks)
                 layer.attention_margin = layer.ffn_margin = None
+            for router in self._routers:
+                # One that lets nothing be skipped has not run.
+                if router.threshold == -math.inf and router.layer_index < len(run.record):
+                    everything = torch.ones(*x.shape[:2], router.num_groups, dtype=torch.bool, device=x.device)
+                    setattr(observed[router.layer_index], router.half_layer, everything)
         return logits, cache
 
     def _say(self, reason: str) -> None:
