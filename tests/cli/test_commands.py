@@ -293,6 +293,14 @@ def objective_of_stage_2(folder):
     return json.loads((folder / "adapter" / "wide_config.json").read_text())["provenance"]["recover"]["objective"]
 
 
+def test_the_dense_model_learns_its_lora_from_what_the_pruned_one_does(tiny_model_folder, prose_folder, tmp_path):
+    given = ["prune", "--model", str(tiny_model_folder), "--data", str(prose_folder), *SHORT, *LORA, "--report=false"]
+    given += ["--objective.distillation=0.5", "--recover.dense_baseline=true", "--output", str(tmp_path / "run")]
+    assert main(given) == 0
+    for name in ("dense", "stage2"):
+        assert objective_of_stage_2(tmp_path / "run" / name)["distillation"] == 0.5
+
+
 @pytest.fixture
 def recover_static(tiny_model_folder, prose_folder, tmp_path):
     """Return a function that recovers, through the command, an adapter that skips two half-layers for every token."""

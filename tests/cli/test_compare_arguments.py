@@ -102,6 +102,14 @@ def test_every_trained_method_takes_the_same_of_the_objective(method):
     assert alone == together == ObjectiveConfig(**wanted)
 
 
+def test_every_row_gets_the_lora_that_the_objective_asks_for():
+    lora, taught = ["--recover.steps", "5"], ["--objective.distillation", "0.5"]
+    found = [
+        asked(*lora, *more).recover.distillation for more in ([], taught, [*taught, "--recover.distillation", "0"])
+    ]
+    assert found == [None, 0.5, 0.0]
+
+
 def test_a_file_may_say_where_the_data_of_tasks_lies_that_a_comparison_does_not_score(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"eval": {"local_data": "tasks", "limit": 5}}))

@@ -248,13 +248,18 @@ def request(values: Mapping[str, Any]) -> CompareRequest:
         own = build(get(method).settings, values, group=method)
         # A variant's own settings stand on top of those of its method.
         settings[name] = method_settings(method, grid.changes_of(name), f"variants: {name}", own)
+    objective = build(ObjectiveConfig, values, group="objective")
+    recover = build(RecoverConfig, values, group="recover") if lora.steps else None
+    if recover is not None and recover.distillation is None and objective.distillation:
+        # One LoRA for all rows: what was not trained records no objective.
+        recover = replace(recover, distillation=objective.distillation)
     return CompareRequest(
         run=build(RunOptions, values),
         grid=grid,
         settings=settings,
-        objective=build(ObjectiveConfig, values, group="objective"),
+        objective=objective,
         stage=build(StageConfig, values, group="train"),
-        recover=build(RecoverConfig, values, group="recover") if lora.steps else None,
+        recover=recover,
         scoring=build(EvalOptions, values, group="eval"),
         tasks=build(ScoredTasks, values, group="eval"),
     )

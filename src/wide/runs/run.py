@@ -184,7 +184,9 @@ class Run:
             return
         attach(self._model, dense_plan(len(discover(self._model))))
         try:
-            self._recover(blocks, DENSE_ADAPTED)
+            # Nothing made this model that it could take the loss from.
+            like = ObjectiveConfig(distillation=self._request.objective.distillation)
+            self._recover(blocks, DENSE_ADAPTED, like)
         finally:
             detach(self._model)
 
