@@ -1,13 +1,17 @@
 """Records: what is appended comes back, whatever happened while writing."""
 
 import json
+import resource
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wide.data.documents import Document
+from wide.data.token_stream import stream_on_disk
 from wide.errors import DataError
 from wide.records import Record, RecordFile, fingerprint, read_records
+from wide.writing import whole_folder, write_whole
 
 
 def test_records_come_back_with_where_and_when_they_were_measured(tmp_path):
@@ -64,3 +68,34 @@ def test_fingerprint_ignores_the_order_of_keys_and_survives_json(config):
 
 def test_fingerprint_tells_configurations_apart():
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+def words(texts, **_):
+    return {"input_ids": [list(range(100)) for _ in texts]}
+
+
+words.bos_token_id = words.eos_token_id = None
+
+
+def fill_folder(folder):
+    with whole_folder(folder) as unfinished:
+        (unfinished / "content").write_text("more than fits")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: RecordFile(path).append([Record(subject="a", metric="m", value=1.0)]),
+        lambda path: write_whole(path, "more than fits"),
+        lambda path: stream_on_disk([Document(name="a", text="a")], words, path),
+        fill_folder,
+    ],
+)
+def test_what_does_not_fit_on_the_disk_is_named(write, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/file'$"):
+            write(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

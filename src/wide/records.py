@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.errors import DataError
+from wide.writing import naming
 
 _DISTRIBUTIONS = ("wide", "torch", "transformers", "peft", "lm-eval", "triton")
 RECORDS, STUDY = "records.jsonl", "records.jsonl.gz"
@@ -142,11 +143,12 @@ class RecordFile:
             lines.append(json.dumps(kept, ensure_ascii=False))
             facts["versions"] = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _end_last_line(self.path)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
+        with naming(self.path):
+            _end_last_line(self.path)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def read_records(path: Path, run: str = "") -> tuple[list[Record], list[str]]:

@@ -21,14 +21,26 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system say what was to be written: a write, unlike an open, does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield where to write a file, and put it in its place, in a folder that is made, when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Threads and processes, also of other machines, that write the same file must not share the unfinished one.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_SUFFIX}")
     try:
-        yield unfinished
-        unfinished.replace(path)
+        with naming(path):
+            yield unfinished
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -55,20 +67,18 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         # mkdtemp makes the folder private.
         temporary.chmod(0o755)
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
-        if target.exists():
-            target.rename(earlier)
-        temporary.rename(target)
-        _sync(target.parent)
+        with naming(target):
+            yield temporary
+            for path in (*temporary.rglob("*"), temporary):
+                _sync(path)
+            if target.exists():
+                target.rename(earlier)
+            temporary.rename(target)
+            _sync(target.parent)
     except Exception as error:
         # Known by its name, because importing safetensors here would slow every command down.
         if type(error).__name__ == "SafetensorError":
             raise OSError(errno.EIO, f"the weights cannot be written ({error})", str(target)) from error
-        # A write, unlike an open, does not say which file.
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(target)) from error
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -17,6 +17,7 @@ from wide.data.documents import Document
 from wide.data.progress import steps
 from wide.data.tokenizer import document_tokens
 from wide.errors import DataError
+from wide.writing import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,8 @@ def stream_on_disk(
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(_tokenized(documents, tokenizer, max_tokens), unfinished)
+            with naming(folder):
+                _write(_tokenized(documents, tokenizer, max_tokens), unfinished)
             unfinished.rename(folder)
         except OSError:
             # Another process may have been quicker; its folder holds the same stream.
