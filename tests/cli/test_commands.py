@@ -333,6 +333,13 @@ def test_recover_refuses_to_steer_what_has_no_routers(recover_static, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+def test_recover_refuses_to_steer_routers_that_stay_as_they_are(finished, tiny_model_folder, prose_folder, capsys):
+    named = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(finished)]
+    given = ["recover", *named, "--output", "unused", "--sparsity", "0.25", "--recover.train_routers", "false"]
+    assert main(given) == 2
+    assert "--sparsity 0.25 steers routers, and --recover.train_routers false freezes them" in capsys.readouterr().err
+
+
 def test_a_text_that_is_trained_on_and_scored_has_a_part_held_out(tiny_model_folder, prose_folder):
     data, scored = str(prose_folder), f"{prose_folder}/"
     run = RunOptions(model=str(tiny_model_folder), data=data, output="unused", device="cpu")

@@ -47,14 +47,14 @@ def run(given: Sequence[str]) -> None:
     flags = arguments()
     values = flags.parse(given)
     start, options = build(RecoverOptions, values), build(RunOptions, values)
-    scoring = build(EvalOptions, values, group="eval")
+    scoring, stage = build(EvalOptions, values, group="eval"), build(RecoverConfig, values, group="recover")
     options.require_found()
     scoring.require_found()
     folder = flags.folder(values)
     asked = RunRequest(
         run=options,
-        objective=objective_after(start.adapter, start.sparsity),
-        recover=build(RecoverConfig, values, group="recover"),
+        objective=objective_after(start.adapter, start.sparsity, trains_routers=stage.train_routers),
+        recover=stage,
         dense_baseline=values["recover"]["dense_baseline"],
         scoring=scoring,
         sample=build(SampleOptions, values, group="sample"),
@@ -65,10 +65,10 @@ def run(given: Sequence[str]) -> None:
         Run(asked, folder, command=["wide", "recover", *given], dry_run=values["dry_run"]).recover(start.adapter)
 
 
-def objective_after(name: str, sparsity: float | None) -> ObjectiveConfig:
+def objective_after(name: str, sparsity: float | None, *, trains_routers: bool) -> ObjectiveConfig:
     """Return what stage 2 minimises after an adapter: what stage 1 minimised, toward another sparsity if one is given.
 
-    Without routers there is nothing to steer, and LoRA alone is trained.
+    Frozen routers are not steered. Without routers there is nothing to steer, and LoRA alone is trained.
     """
     from wide.models.adapter import read_config
     from wide.models.hub import find_adapter
@@ -86,5 +86,9 @@ def objective_after(name: str, sparsity: float | None) -> ObjectiveConfig:
     found = typed(dict[str, Any], config["provenance"].get("prune", {}).get("objective", {}), where)
     if "sparsity" not in found and sparsity is None:
         raise AdapterError(f"{folder} does not say to which sparsity it was trained; give --sparsity")
+    if not trains_routers and sparsity not in (None, found.get("sparsity", sparsity)):
+        raise UsageError(
+            f"--sparsity {sparsity} steers routers, and --recover.train_routers false freezes them; leave one out"
+        )
     objective: ObjectiveConfig = typed(ObjectiveConfig, asdict(ObjectiveConfig()) | recorded_objective(found), where)
     return objective if sparsity is None else replace(objective, sparsity=sparsity)
