@@ -91,6 +91,7 @@ def test_a_flag_that_two_may_mean_is_refused(given):
     ("settings", "key", "nearest"),
     [
         ({"ffn_group_sise": 3}, "ffn_group_sise", "ffn_group_size"),
+        ({"ffn-group-size": 3}, "ffn-group-size", "ffn_group_size"),
         ({"train": {"stesp": 3}}, "train.stesp", "train.steps"),
         ({"trian": {"steps": 3}}, "trian", "train"),
         ({"train": {"steps": 3, "objective": {"target": "mean"}}}, "train.objective", "objective"),

@@ -262,8 +262,9 @@ class Arguments:
         if same:
             raise UsageError(f"{path}: {' and '.join(same)} are one key; keep one of them")
         for key in keys:
-            # A key may be written as its flag is, and groups that are methods have dashes.
-            if key.replace("-", "_") not in known:
+            # A key may be written as its flag is, and groups that are methods have dashes; names of settings have none.
+            group, dot, leaf = key.rpartition(".")
+            if f"{group.replace('-', '_')}{dot}{leaf}" not in known:
                 if is_recipe(path) and command != self._command:
                     words = f"{path.stem} is a recipe of wide {command}, not of {self._parser.prog}"
                     raise UsageError(f"{words}: run wide {command} --config {path.stem}")
