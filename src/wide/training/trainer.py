@@ -2,7 +2,8 @@
 
 Nothing is read back from the device during a step; losses are looked at every few steps and before each checkpoint.
 Every micro-batch seeds its own noise from (seed, step, its first sequence), so a resumed run repeats the interrupted
-one bit for bit (CPU), and up to rounding with another number of processes, where micro-batches stay the same.
+one bit for bit (CPU). Another number of processes draws the same noise, where micro-batches stay the same; the sparsity
+term is of those that run at once, so that near the target it differs by more than rounding.
 """
 
 import hashlib
