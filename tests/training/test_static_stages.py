@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, stream_plan
-from tiny import batch, dense_model, stage
+from tiny import CONFIG, batch, dense_model, stage
 
 from wide.config import ObjectiveConfig, RecoverConfig
 from wide.data.batches import TokenBlocks
@@ -17,6 +17,7 @@ from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.models.adapter import load
 from wide.models.attach import attach, attachment, is_attached
 from wide.models.cost import static_sparsity
+from wide.models.discovery import discover
 from wide.models.lora import add_lora, merge_lora, without_lora
 from wide.models.observe import bypass, force_routing
 from wide.models.thresholds import calibrate_thresholds, set_sparsity
@@ -110,6 +111,15 @@ def test_distillation_teaches_with_the_dense_model(blocks, asked):
     assert facts["at_the_end_of_training"]["distillation"] > 0
     assert facts["objective"]["sparsity"] == 0.0
     assert facts["objective"]["distillation"] == 1.0
+
+
+def test_lora_leaves_each_module_in_its_own_mode():
+    model = dense_model().train()
+    layers = [spec.layer for spec in discover(model)]
+    layers[1].eval()
+    add_lora(attach(model, CONFIG), rank=2)
+    assert model.training
+    assert [{module.training for module in layer.modules()} for layer in layers[:2]] == [{True}, {False}]
 
 
 def test_compiled_distillation_has_the_gradients_of_the_plain_loss(blocks, monkeypatch):

@@ -215,7 +215,7 @@ def _configuration(model: nn.Module, *, rank: int, alpha: float, dropout: float)
 
 
 def _inject(model: nn.Module, config: Any) -> LoraHandle:
-    from peft.tuners.lora import LoraModel
+    from peft.tuners.lora import LoraLayer, LoraModel
 
     state = attachment(model)
     if state.lora is not None:
@@ -238,7 +238,9 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     handle = LoraHandle(model, tuner, base)
     for parameter in handle.parameters():
         parameter.data = parameter.data.float()
-    tuner.train(model.training)
+    for module in tuner.modules():
+        if isinstance(module, LoraLayer):
+            module.train(module.get_base_layer().training)
     state.lora = handle
     return handle
 
