@@ -65,6 +65,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return words or type(error).__name__ in ("OutOfMemoryError", "MemoryError")
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's words, or the name of its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(name: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Return the end of a message about an unknown name: the known one that is spelt most like it, else `otherwise`."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -190,6 +190,18 @@ def test_what_cannot_run_is_refused(plain_model, tokenizer, local_data):
         run("piqa")
 
 
+def test_a_task_whose_data_fails_without_a_word_is_refused_by_the_kind_of_its_error(
+    plain_model, tokenizer, monkeypatch
+):
+    import lm_eval
+
+    known = {"__name__": "datasets.load"}
+    exec("def load(**_):\n    raise OSError", known)
+    monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", known["load"])
+    with pytest.raises(EvaluationError, match="'piqa' cannot be loaded: OSError; check the network"):
+        run_harness(plain_model, ["piqa"], tokenizer=tokenizer, max_length=32)
+
+
 def test_logits_that_are_no_numbers_are_refused(tokenizer, local_data, attached_model):
     torch.nn.init.constant_(attached_model.model.norm.weight, float("nan"))
     with pytest.raises(EvaluationError, match="not numbers"):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from wide.errors import EvaluationError
+from wide.errors import EvaluationError, first_line
 from wide.evaluation.likelihood import log_likelihoods
 from wide.evaluation.perplexity import exp_or_infinity
 from wide.evaluation.tasks import ELSEWHERE, PER_WORD, ZERO_SHOT_TASKS, Task, find_task, write_local_task
@@ -191,8 +191,7 @@ def _evaluate(
         if not any(module.startswith("datasets.") for module in modules):
             raise
         raise EvaluationError(
-            f"the data of the task {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}; "
-            f"check the network{ELSEWHERE}"
+            f"the data of the task {name!r} cannot be loaded: {first_line(error)}; check the network{ELSEWHERE}"
         ) from error
     finally:
         if rank is not None:

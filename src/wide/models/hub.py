@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from wide.data.local_names import is_path, is_repository, missing_folder
-from wide.errors import AdapterError
+from wide.errors import AdapterError, first_line
 from wide.models.card import CARD_FILE, PLACE
 
 ADAPTER = "adapter"
@@ -34,7 +34,7 @@ def find_adapter(name: str, *, token: str | bool | None = None, cache_dir: str |
         return Path(snapshot_download(repository, revision=revision or None, **options))
     # The hub's library has many errors, and in each version others.
     except Exception as error:
-        raise AdapterError(f"no adapter {name!r} can be had from the Hub: {_first_line(error)}") from error
+        raise AdapterError(f"no adapter {name!r} can be had from the Hub: {first_line(error)}") from error
 
 
 def upload(
@@ -66,9 +66,5 @@ def upload(
             operations.append(CommitOperationAdd(path.relative_to(folder).as_posix(), card or path))
         commit = api.create_commit(repository, operations, commit_message=message, revision=revision)
     except Exception as error:
-        raise AdapterError(f"the Hub did not take {folder} as {repo_id!r}: {_first_line(error)}") from error
+        raise AdapterError(f"the Hub did not take {folder} as {repo_id!r}: {first_line(error)}") from error
     return str(commit.commit_url)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
