@@ -44,7 +44,9 @@ def test_a_run_of_a_study_has_a_page_with_its_speed(study, tmp_path, capsys):
     # Where the page has made a folder of its name, the run is meant still.
     assert main(["report", str(study / "one")]) == 0
     assert main(["report", str(study / "three")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert f"there is no folder {study}/three; " in found
+    assert f"name one of them: {study}/one, {study}/two" in found
 
 
 def test_the_runs_of_a_study_are_named(study, capsys):

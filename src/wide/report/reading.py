@@ -47,7 +47,9 @@ def read_folder(path: Path) -> Folder:
         file, name = study
         profiles = _kept_profiles(file, name)
     elif not path.is_dir():
-        raise DataError(f"there is no folder {path}; name the output of a run, a comparison or a bench")
+        study_folder = next((parent for parent in path.parents if (parent / STUDY).is_file()), None)
+        way = "name the output of a run, a comparison or a bench" if study_folder is None else _nothing_in(study_folder)
+        raise DataError(f"there is no folder {path}; {way}")
     else:
         if (path / GRID).is_file():
             _collect(path)
@@ -69,17 +71,15 @@ def read_folder(path: Path) -> Folder:
     )
 
 
-def _nothing_in(path: Path, file: Path | None) -> str:
+def _nothing_in(path: Path, file: Path | None = None) -> str:
     if (path / STUDY).is_file():
         return (
             f"{path} holds several runs; name one of them: {', '.join(f'{path}/{n}' for n in _runs_of(path / STUDY))}"
         )
     benches = f"{', '.join(BENCH_FILES[:-1])} or {BENCH_FILES[-1]}"
-    holds = f"{path} holds neither {RECORDS} of a run nor {benches} of a bench"
-    return (
-        f"{holds if file is None else f'{file} holds no record of a run'}; name the --output of wide prune, compare, "
-        "bench or profile"
-    )
+    nothing = f"{path} holds neither {RECORDS} of a run nor {benches} of a bench"
+    holds = nothing if file is None else f"{file} holds no record of a run"
+    return f"{holds}; name the --output of wide prune, compare, bench or profile"
 
 
 def read_profile(path: Path) -> Profile:
