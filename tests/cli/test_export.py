@@ -127,7 +127,9 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tiny_model_folder
     assert main(given) == 2
     assert "--adapter" in capsys.readouterr().err
     assert main([*given, "--adapter", str(tmp_path / "adapter"), "--how=sliced"]) == 1
-    assert "decided anew" in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert "decided anew" in found
+    assert "wide export without --how" in found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
     assert load(base(tiny_model_folder), tmp_path / "adapter") is not None
 

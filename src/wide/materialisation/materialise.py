@@ -83,8 +83,8 @@ def _check_static(plan: Plan, how: How) -> None:
         if not isinstance(half, Dense | Skipped | Kept):
             raise ConfigError(
                 f"layer {index} of the plan is {type(half).__name__}: which tokens execute is decided anew in each "
-                "forward, so nothing can be taken out. Save it with wide.save or wide.save_checkpoint; wide.optimize "
-                "makes it fast"
+                "forward, so nothing can be taken out. Save it with wide.save or wide.save_checkpoint (wide export "
+                "without --how); wide.optimize makes it fast"
             )
     if how == "masked" and plan.stream is not None:
         raise UnsupportedModelError(
