@@ -533,7 +533,7 @@ FIGURES = (
     _beside(
         "beside-one",
         {
-            (what, size): f"{'prompt' if what == 'first token' else 'token'} {size}"
+            (what, size): f"{'prompt' if what == 'first token' else 'token'} {size // 1024}k"
             for size in (4096, 16384)
             for what in ("first token", "token")
         },
