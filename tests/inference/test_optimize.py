@@ -125,6 +125,12 @@ def test_training_while_optimised_says_what_to_do():
         (model(inputs_embeds=embedded).logits.sum() + embedded.sum()).backward()
     with pytest.raises(NotAttachedError, match="no gradients"):
         torch.autograd.grad(model(inputs_embeds=embedded).logits.sum(), embedded)
+    with torch.no_grad():
+        embedded[0] = torch.nan
+        wanted = model(inputs_embeds=embedded).logits[1]
+    assert wanted.isfinite().all()
+    # What one sequence holds is nothing to another, with a gradient asked for, too.
+    torch.testing.assert_close(model(inputs_embeds=embedded).logits[1], wanted)
     model.requires_grad_(True)
     with pytest.warns(UserWarning, match="labels="):
         model(ids, labels=ids)

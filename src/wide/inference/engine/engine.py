@@ -197,7 +197,8 @@ class Engine:
         asks = embedded is not None and embedded.requires_grad
         if torch.is_grad_enabled() and (asks or self._snapshot.learns()):
             # The operators have no gradients: whoever asks for one is told so.
-            logits = logits.detach() + 0 * embedded.flatten()[0] if asks else logits.detach().requires_grad_()
+            # An empty sum is 0 whatever the embeddings hold.
+            logits = logits.detach() + embedded.flatten()[:0].sum() if asks else logits.detach().requires_grad_()
             logits.register_hook(refuse_gradients)
         out = CausalLMOutputWithPast(None, logits, cache)  # type: ignore[arg-type]
         return out.to_tuple() if given.get("return_dict") is False else out
