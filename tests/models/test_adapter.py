@@ -1,6 +1,7 @@
 """Adapters and full checkpoints: round trips, and an error for everything that does not fit."""
 
 import copy
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -22,6 +23,7 @@ from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
 from wide.models.lora import add_lora, merge_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
+from wide.plan import Dense, LayerPlan, Plan, Skipped
 from wide.training.stages import prune
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
@@ -127,6 +129,16 @@ def test_a_change_of_one_kind_of_matrix_is_noticed_however_many_layers(tmp_path,
             layer.self_attn.q_proj.weight.mul_(1.1)
     with pytest.raises(NotAttachedError, match="base weights changed"):
         save(model, folder)
+
+
+@pytest.mark.parametrize("layers", [30, 32, 36])
+def test_lora_on_some_of_the_layers_changes_no_base(tmp_path, layers):
+    whole, out = LayerPlan(attention=Dense(), ffn=Dense()), LayerPlan(attention=Skipped(), ffn=Skipped())
+    for plan in itertools.product((whole, out), repeat=4):
+        model = attach(make("llama", num_hidden_layers=layers), Plan((plan * 9)[:layers]))
+        if whole in plan:
+            add_lora(model, rank=2)
+        save(model, tmp_path / "adapter")
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -416,7 +416,8 @@ def sampled_values(model: nn.Module) -> Tensor | None:
     dequantised = {f"{name}.weight" for name, module in linear if isinstance(module, nn.Linear)}
     pieces = []
     step = max(1, len(matrices) // _NUM_TENSORS)
-    kinds = {name: re.sub(r"\d+", "", name) for name in matrices}
+    # LoRA lies on some layers only where others are left out whole.
+    kinds = {name: re.sub(r"\d+|\.base_layer", "", name) for name in matrices}
     chosen = list(matrices)[::step]
     # In step with the matrices of a layer, as at 32 layers, these are of few kinds; then as many are taken by kind.
     if {kinds[name] for name in kinds if kinds[name] != name} - {kinds[name] for name in chosen}:
