@@ -209,8 +209,9 @@ _SMALLER_ROWS = {
     "WIDE, the paper's recipe, G = 64": ("more-lora", "more-lora", "wide-64"),
     "WIDE, the paper's recipe, G = 32": ("more-lora", "more-lora", "wide-32"),
     "WIDE-uniform, G = 128": ("more-lora", "more-lora", "wide-uniform"),
-    "D-LLM": ("more", "more", "dllm"),
+    "D-LLM": ("more-lora", "more-lora", "dllm"),
     "Shortened, perplexity": ("more-lora", "more-lora", "shortened-ppl"),
+    "Shortened, perplexity, 1300 steps of LoRA at 1e-3": ("more-lora", "half-longer", "shortened-ppl"),
     "SkipGPT": ("more-lora", "more-lora", "skipgpt"),
 }
 _LARGER_ROWS = {
@@ -237,7 +238,6 @@ _REAL_ROWS = {
 # Title -> runs of three seeds, the method, and whether with LoRA.
 _REAL_SEEDS = {
     "WIDE, `fitted-50`": (("shipped",) * 3, "wide-fitted", False),
-    "an earlier form": (("half-fitted", "seeds", "seeds"), "wide-fitted", False),
     "an earlier form, β2 = 0.95": (("stable",) * 3, "wide-fitted", False),
     "the same, with LoRA at 1e-3": (("stable",) * 3, "wide-fitted", True),
     "WIDE, the paper's recipe, G = 128": (("half", "seeds", "seeds"), "wide", False),
