@@ -208,7 +208,7 @@ _SMALLER_ROWS = {
     "DDP": ("more-lora", "more-lora", "ddp"),
     "WIDE, the paper's recipe, G = 64": ("more-lora", "more-lora", "wide-64"),
     "WIDE, the paper's recipe, G = 32": ("more-lora", "more-lora", "wide-32"),
-    "WIDE-uniform, G = 128": ("more-lora", "more-lora", "wide-uniform"),
+    "WIDE-uniform": ("more-lora", "more-lora", "wide-uniform"),
     "D-LLM": ("more-lora", "more-lora", "dllm"),
     "Shortened, perplexity": ("more-lora", "more-lora", "shortened-ppl"),
     "Shortened, perplexity, 1300 steps of LoRA at 1e-3": ("more-lora", "half-longer", "shortened-ppl"),
@@ -247,11 +247,11 @@ _REAL_SEEDS = {
 }
 _REAL_OTHERS = {
     "dense": "dense",
-    "WIDE, `fitted-50`, G = 128": "wide-fitted",
+    "WIDE, `fitted-50`": "wide-fitted",
     "WIDE, the paper's recipe, G = 128": "wide",
     "WIDE, the paper's recipe, G = 64": "wide-64",
     "WIDE, the paper's recipe, G = 32": "wide-32",
-    "WIDE-uniform, G = 128": "wide-uniform",
+    "WIDE-uniform": "wide-uniform",
     "Týr": "tyr",
     "Shortened, Taylor": "shortened-taylor",
     "Shortened, perplexity": "shortened-ppl",
@@ -425,15 +425,12 @@ _REGIMES = {
 # One sequence was timed on an H200, requests at once on an H100, with an earlier checkpoint.
 _BESIDE = {"H200": ("dense", "ddp", "tyr", "shortened-taylor")}
 _BESIDE["H100"] = ("dense", "wide-fitted", "tyr", "shortened-taylor")
-# By card and whether with LoRA: the run, and the seed.
-_FITTED_RUNS = {
-    ("H200", True): ("shipped", 18),
-    ("H100", False): ("half-fitted", 17),
-    ("H100", True): ("half-fitted-lora", 17),
-}
+# Of the scores: all rows have LoRA, which costs no time once it is merged. By card the run of ours and of the dense
+# model, and our seed.
+_SCORED = {"H200": ("shipped", "dense-longer", 18), "H100": ("half-fitted-lora", "half-fitted-lora", 17)}
 _TRAINED = {
-    "H200": "WIDE, `fitted-50`, long LoRA, trained routers",
-    "H100": "WIDE, `fitted-50`, with LoRA, trained routers",
+    "H200": "WIDE, `fitted-50`, trained routers",
+    "H100": "WIDE, `fitted-50`, trained routers",
 }
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
@@ -468,11 +465,12 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def _rated(method: str, card: str, *, lora: bool = False) -> tuple[Selection, Any]:
-    """Return the records of a row of the larger public model, and its stage."""
-    run, seed = _FITTED_RUNS[card, lora] if method == "wide-fitted" else ("half", 17)
-    stage = Stage(Cell(method, 0.0 if method == "dense" else 0.5, seed), recovered=lora)
-    return study("qwen2.5-coder-1.5b")[run], stage
+def _rated(method: str, card: str) -> tuple[Selection, Any]:
+    """Return the records of a row of the larger public model, and its stage with LoRA."""
+    ours, dense, seed = _SCORED[card]
+    others = {"wide-fitted": (ours, 0.5, seed), "dense": (dense, 0.0, 17)}
+    run, target, seed = others.get(method, ("half-lora", 0.5, 17))
+    return study("qwen2.5-coder-1.5b")[run], Stage(Cell(method, target, seed), recovered=True)
 
 
 def _faster(regime: Regime, method: str) -> float:
@@ -482,7 +480,7 @@ def _faster(regime: Regime, method: str) -> float:
 
 
 def beside() -> Table:
-    """Return quality beside speed of the larger public model's rows: the dense one's times, and speed-ups over it."""
+    """Return quality with LoRA beside speed of the larger public model's rows: the dense one's times, and speed-ups."""
     regimes = [regime for regime in _REGIMES if _card(regime) == "H200"]
     timed, trained = speeds("H200")
     rows = []
@@ -492,7 +490,7 @@ def beside() -> Table:
             cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
         rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
     cells = [f"{trained[regime]:.2f}x" for regime in regimes]
-    rows.insert(1, (_TRAINED["H200"], *_scores(*_rated("wide-fitted", "H200", lora=True)), *cells))
+    rows.insert(1, (_TRAINED["H200"], *_scores(*_rated("wide-fitted", "H200")), *cells))
     return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
 
 
@@ -502,10 +500,10 @@ def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
     for metric, name, scale in (("accuracy.average", "accuracy %", 100), ("word_perplexity", "perplexity", 1)):
         for regime, title in regimes.items():
             card = _card(regime)
-            places = [(method, False, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
-            places.insert(1, ("wide-fitted", True, _TRAINED[card], speeds(card)[1][regime]))
-            for method, lora, row, speed in places:
-                records, stage = _rated(method, card, lora=lora)
+            places = [(method, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
+            places.insert(1, ("wide-fitted", _TRAINED[card], speeds(card)[1][regime]))
+            for method, row, speed in places:
+                records, stage = _rated(method, card)
                 height = scale * (records.number(stage, metric) or math.nan)
                 drawn = {"panel": f"{name}: {title}", "row": row.replace("`", "")}
                 rows.append(drawn | {"speed-up": speed, "height": height})
