@@ -144,7 +144,7 @@ class Sparsity:
         linear_flops_with_fixed: The same over all matrix products, K, V and output head included.
         linear_flops_layers: The same over those of the decoder layers, K and V included, the output head not. A skipped
             attention saves its K and V, pruned heads those of KV heads that no head reads any more. A stream is counted
-            with its shortcut matrices, so that it may be negative.
+            with its shortcut matrices, so that it may be negative; what routers multiply is not taken off.
         parameters_removed: Share of the decoder layers' parameters that a plan makes superfluous for every token; it
             may be negative for the same reason. Routers are not counted.
         kv_cache_kept: Share of keys and values that must still be kept.
