@@ -343,6 +343,18 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
     assert rows(tmp_path / "run")["slicegpt", True]["seeds"] == "1"
 
 
+def test_a_grid_that_was_cut_while_it_was_written_is_whole_again(everyday, tmp_path, capsys):
+    """A full disk or a kill leaves the first of its lines, and without the last ones no table can be drawn."""
+    given = [*everyday, "--methods=slicegpt", "--output", str(tmp_path / "run")]
+    assert main(given) == 0
+    grid = tmp_path / "run/grid.jsonl"
+    lines = grid.read_text().splitlines(keepends=True)
+    cut = next(number for number, line in enumerate(lines) if '"grid.methods"' in line)
+    grid.write_text("".join(lines[:cut]) + lines[cut][:20])
+    assert main([*given, "--resume"]) == 0, capsys.readouterr().err
+    assert ("slicegpt", False) in rows(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
     ("where", "words"),
     [

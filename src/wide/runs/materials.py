@@ -142,7 +142,8 @@ class Materials:
                 f"the text in {self._run.data}, or the held-out text, is not what {file.path} began with; bring it "
                 "back, or start anew with --overwrite or another --output"
             )
-        if file.latest("run", "target") is None:
+        # A kill or a full disk may have cut them: the last one says that all are there.
+        if file.latest("run", [*facts][-1]) is None:
             file.append(
                 Record(subject="run", metric=name, value=value, unit="text" if isinstance(value, str) else "")
                 for name, value in facts.items()
