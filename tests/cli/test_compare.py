@@ -343,6 +343,17 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(everyday, tmp_path, 
     assert rows(tmp_path / "run")["slicegpt", True]["seeds"] == "1"
 
 
+def test_lora_leaves_a_threshold_alone_that_the_row_does_not_calibrate(everyday, tmp_path):
+    output = tmp_path / "run"
+    rows_of = ["--methods=wide", "--wide.calibrate_threshold=false"]
+    assert main([*everyday, *rows_of, "--recover.steps=1", "--output", str(output)]) == 0
+    adapter = output / "cells/wide-0.5-seed17/recovered/adapter/wide_config.json"
+    provenance = json.loads(adapter.read_text())["provenance"]
+    for stage in ("prune", "recover"):
+        assert set(provenance[stage]["inference"]["threshold"].values()) == {0.0}
+        assert provenance[stage]["inference"]["adjusted"] is False
+
+
 def test_a_grid_that_was_cut_while_it_was_written_is_whole_again(everyday, tmp_path, capsys):
     """A full disk or a kill leaves the first of its lines, and without the last ones no table can be drawn."""
     given = [*everyday, "--methods=slicegpt", "--output", str(tmp_path / "run")]

@@ -64,6 +64,7 @@ def meet_target(
         "tokens": sum(int(batch.valid.sum()) for batch in batches),
         "tokens_forward": read.forward,
         "argmax_sparsity": argmax,
+        "adjusted": adjust,
         "threshold": {router.half_layer: router.threshold for router in routers},
         "sparsity": reached,
     }

@@ -135,7 +135,7 @@ def recover(
     stage: RecoverConfig | None = None,
     output: str | Path | None = None,
     resume: bool = False,
-    calibrate_threshold: bool = True,
+    calibrate_threshold: bool | None = None,
     tensorboard: str | Path | None = None,
     tracker: TrackerName | None = None,
 ) -> Any:
@@ -151,7 +151,7 @@ def recover(
             counts, where `stage` names none.
         stage: Steps, sizes, rates and LoRA; None means the paper's.
         output: As for `prune`; a folder of its own.
-        calibrate_threshold: As for `prune`; with frozen routers the threshold stays as it is.
+        calibrate_threshold: As for `prune`; None means as in stage 1. With frozen routers the threshold stays.
 
     Raises:
         NotAttachedError: If the model has no plan, is optimised, has LoRA merged, or `output` could get no adapter.
@@ -202,6 +202,8 @@ def recover(
         tensorboard=tensorboard,
         tracker=tracker,
     )
+    if calibrate_threshold is None:
+        calibrate_threshold = state.provenance.get("prune", {}).get("inference", {}).get("adjusted", True)
     calibrate = calibrate_threshold and train_routers
     _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)
     return model
