@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from families import FAMILIES, distinct, make, tokens
+from families import FAMILIES, distinct, make, make_borrowing, tokens
 from safetensors.torch import load_file, save_file
 from tiny import RandomSource
 from transformers import AutoModelForCausalLM
@@ -129,6 +129,14 @@ def test_a_change_of_one_kind_of_matrix_is_noticed_however_many_layers(tmp_path,
             layer.self_attn.q_proj.weight.mul_(1.1)
     with pytest.raises(NotAttachedError, match="base weights changed"):
         save(model, folder)
+
+
+def test_lora_on_a_matrix_outside_of_the_layers_changes_no_base(tmp_path):
+    # The projection of the layers' own inputs has LoRA, and the sample of 26 layers leaves it out.
+    base = make_borrowing(num_hidden_layers=26, layer_types=["sliding_attention", "full_attention"] * 13)
+    model = attach(base, CONFIG)
+    add_lora(model, rank=2)
+    save(model, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("layers", [30, 32, 36])

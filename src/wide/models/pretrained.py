@@ -420,7 +420,7 @@ def sampled_values(model: nn.Module) -> Tensor | None:
     kinds = {name: re.sub(r"\d+|\.base_layer", "", name) for name in matrices}
     chosen = list(matrices)[::step]
     # In step with the matrices of a layer, as at 32 layers, these are of few kinds; then as many are taken by kind.
-    if {kinds[name] for name in kinds if kinds[name] != name} - {kinds[name] for name in chosen}:
+    if {kind for name, kind in kinds.items() if re.search(r"\d", name)} - {kinds[name] for name in chosen}:
         chosen += sorted(matrices, key=kinds.__getitem__)[::step]
     for name in chosen:
         matrix = _stored(model, name) if matrices[name].is_meta else matrices[name]
