@@ -487,15 +487,18 @@ def test_lora_that_is_not_merged_is_not_left_out_of_a_checkpoint(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_lora_is_not_merged_under_another_adapter_of_peft():
+def test_lora_is_not_merged_under_another_adapter_of_peft(tmp_path):
     peft = pytest.importorskip("peft")
     inner, ids = pruned(lora=True), tokens()
     before = inner(ids).logits
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(inner, settings, adapter_name="mine").eval()
-    with pytest.raises(NotAttachedError, match=r"\['mine'\] beside this LoRA"):
+    # As nobody names it.
+    model = peft.get_peft_model(inner, settings).eval()
+    with pytest.raises(NotAttachedError, match=r"\['default'\] beside this LoRA"):
         merge_lora(inner)
-    model.delete_adapter("mine")
+    with pytest.raises(NotAttachedError, match=r"\['default'\] would be left out"):
+        save(inner, tmp_path)
+    model.delete_adapter("default")
     torch.testing.assert_close(merge_lora(inner)(ids).logits, before)
 
 

@@ -23,8 +23,8 @@ from wide.models.sharding import reshard
 from wide.plan import Skipped
 from wide.schema import Between, Positive, read_json, typed
 
-OWN_LORA = "default"
-"""What PEFT calls the LoRA of stage 2."""
+OWN_LORA = "wide"
+"""What PEFT calls the LoRA of stage 2; under its default name it would be overwritten by an adapter of the user."""
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Keys of PEFT's configuration that do not change what the matrices compute, or that the model's structure decides.
