@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from families import FAMILIES, distinct, make, make_borrowing, tokens
+from plans import kept_plan, stream_plan
 from safetensors.torch import load_file, save_file
 from tiny import RandomSource
 from transformers import AutoModelForCausalLM
@@ -18,6 +19,7 @@ from wide.config import StageConfig, WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, UnsupportedModelError
 from wide.inference.optimize import optimize
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
+from wide.materialisation.materialise import materialise
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
@@ -574,6 +576,29 @@ def test_routers_of_offloaded_layers_lie_where_they_compute(tmp_path, places, ti
         attach(again, CONFIG, weights=weight)
     with pytest.raises(AdapterError, match="weights differ"):
         load(tmp_path / "other", tmp_path / "adapter", **options)
+
+
+@pytest.mark.parametrize("kind", ["routed", "kept", "stream"])
+def test_an_offloaded_checkpoint_runs_and_cannot_be_trained_or_saved(tmp_path, kind):
+    model, ids = make("llama"), tokens()
+    plan, tensors = {"routed": lambda _: (CONFIG, {}), "kept": kept_plan, "stream": partial(stream_plan, kept=24)}[
+        kind
+    ](model)
+    save_checkpoint(attach(model, plan, tensors=tensors), tmp_path / "full")
+    names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    places = {name: "disk" if name == "model.layers.1" else "cpu" for name in names}
+    again = load_checkpoint(tmp_path / "full", device_map=places, offload_folder=tmp_path / "disk")
+    assert any(parameter.is_meta for parameter in again.parameters())
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    refused = [partial(save, path=tmp_path / "adapter"), partial(save_checkpoint, path=tmp_path / "again")]
+    if kind == "routed":
+        refused += [partial(prune, data=RandomSource(), stage=StageConfig(steps=1, batch_size=2))]
+    else:
+        refused += [materialise]
+    for function in refused:
+        with pytest.raises(UnsupportedModelError, match="accelerate offloads some"):
+            function(again)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_without_lora_the_base_is_trainable_as_before(tmp_path):

@@ -24,6 +24,7 @@ from wide.models.attach import TRAINED_ON, attachment, detach, trained_on
 from wide.models.block_spec import BlockSpec, feed_forward, plain_linear, require_own_keys
 from wide.models.discovery import discover
 from wide.models.lora import merge_lora
+from wide.models.pretrained import require_in_memory
 from wide.plan import EMBEDDING_BASIS, GONE, Dense, Half, Kept, LayerPlan, Plan, Skipped, scale_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -60,6 +61,7 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
         raise UnsupportedModelError("this model is sliced already; materialise its base under both plans at once")
     plan, specs = state.plan, state.specs
     _check_static(plan, how)
+    require_in_memory(model, "cutting weights out")
     state.require_not_optimised()
     _check_structure(model, plan, specs, how)
     merge_lora(model)

@@ -32,6 +32,7 @@ from wide.models.pretrained import (
     fingerprint,
     load_pretrained,
     peft_adapters,
+    require_in_memory,
     same_weights,
     sampled_values,
 )
@@ -91,6 +92,7 @@ def save(
         NotAttachedError: If the model has no plan, LoRA was merged into its weights or they were trained since
             `attach` (save a full checkpoint), or a static gate is still being trained through a transform.
         ShapeError: If static scales or bases are none that a plan may have, as after `model.to(torch.bfloat16)`.
+        UnsupportedModelError: If routers, scales or bases are offloaded.
         AdapterError: If the folder exists and holds something else, or the Hub refuses.
     """
     require(str | Path, path, "path", "a folder")
@@ -262,6 +264,7 @@ def check_config(config: object, where: str) -> AdapterFacts:
 def require_describable(model: nn.Module, *, ignore_base_changes: bool = False) -> None:
     """Raise NotAttachedError if an adapter on its base would not be this model, see `save`."""
     state = attachment(model)
+    require_in_memory(model, "an adapter of a full checkpoint", added_only=True)
     require_final_scales(state)
     reason = ""
     if has_merged_lora(model):

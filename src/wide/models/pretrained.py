@@ -438,9 +438,13 @@ def sampled_values(model: nn.Module) -> Tensor | None:
     return torch.cat(pieces) if pieces else None
 
 
-def require_in_memory(model: nn.Module, doing: str) -> None:
-    """Raise UnsupportedModelError if weights are offloaded; `doing` begins the message: what cannot be done then."""
-    if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):
+def require_in_memory(model: nn.Module, doing: str, *, added_only: bool = False) -> None:
+    """Raise UnsupportedModelError if weights are offloaded; `doing` begins the message: what cannot be done then.
+
+    With `added_only` the base's may be, as where an adapter was loaded, but not routers, scales and bases.
+    """
+    absent = not added_only or any(p.is_meta and is_added(name) for name, p in model.named_parameters())
+    if absent and any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):
         raise UnsupportedModelError(
             f"{doing} needs the weights in memory, and accelerate offloads some of this model's; load it with a "
             "device_map that has neither 'disk' nor a GPU's overflow on the CPU"

@@ -43,6 +43,10 @@ class StreamBasis(nn.Module):
         self.control = control
         self.residual = Pending()
 
+    def forward(self, stream: Tensor) -> Tensor:
+        """Return the stream `[..., D]` projected; a call, so that accelerate brings a basis that it has offloaded."""
+        return project(stream, self.basis)
+
     def remember(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the input of a norm, the stream, until the sublayer has run (a forward pre-hook)."""
         self.residual.value = input_of(args, kwargs)
@@ -53,7 +57,7 @@ class StreamBasis(nn.Module):
         if residual is None or not self.control.enabled:
             return output
         added = hidden_of(output)
-        return with_hidden(output, (project(residual + added, self.basis) - residual).to(added.dtype))
+        return with_hidden(output, (self(residual + added) - residual).to(added.dtype))
 
     def project_input(
         self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -62,7 +66,7 @@ class StreamBasis(nn.Module):
         if not self.control.enabled:
             return args, kwargs
         hidden = input_of(args, kwargs)
-        projected = project(hidden, self.basis).to(hidden.dtype)
+        projected = self(hidden).to(hidden.dtype)
         return ((projected, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": projected})
 
 

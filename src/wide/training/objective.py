@@ -22,6 +22,7 @@ from wide.models.attach import attachment
 from wide.models.cost import half_weights, static_sparsity
 from wide.models.lora import without_lora
 from wide.models.observe import bypass, observe
+from wide.models.pretrained import require_in_memory
 from wide.routing import Routing
 from wide.training.modes import forward_precision
 from wide.training.parallel import DataParallel
@@ -59,6 +60,7 @@ class Objective:
     Raises:
         NotAttachedError: If the model carries no plan.
         ConfigError: If there are no routers and the sparsity term is on.
+        UnsupportedModelError: If routers are offloaded.
 
     Source: paper, section 3.2 ('mean') and the appendix on uniform sparsity ('uniform').
     """
@@ -66,6 +68,8 @@ class Objective:
     def __init__(
         self, model: nn.Module, config: ObjectiveConfig, *, parallel: DataParallel | None = None, fuse: bool = False
     ) -> None:
+        # What accelerate brings for a forward gets no gradient that lasts.
+        require_in_memory(model, "training routers", added_only=True)
         self._model = model
         self._head = OutputHead(model)
         self._compute = torch.compile(losses_of, fullgraph=True, dynamic=False) if fuse else losses_of
