@@ -141,6 +141,23 @@ def test_lora_on_a_matrix_outside_of_the_layers_changes_no_base(tmp_path):
     save(model, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_trained_layer_of_many_is_noticed_in_a_full_checkpoint_too(tmp_path, dtype):
+    model = make("llama", num_hidden_layers=36)
+    for parameter in model.parameters():
+        # Among them values that float16 rounds to few digits.
+        parameter.data *= torch.rand(parameter.shape) ** 8
+    save_checkpoint(attach(model, CONFIG).to(dtype), tmp_path / "full")
+    again = load_checkpoint(tmp_path / "full")
+    save(again, tmp_path / "adapter")
+    with torch.no_grad():
+        again.model.layers[35].mlp.down_proj.weight.add_(0.01)
+    save_checkpoint(again, tmp_path / "trained")
+    for trained in (again, load_checkpoint(tmp_path / "trained")):
+        with pytest.raises(NotAttachedError, match="base weights changed"):
+            save(trained, tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("layers", [30, 32, 36])
 def test_lora_on_some_of_the_layers_changes_no_base(tmp_path, layers):
     whole, out = LayerPlan(attention=Dense(), ffn=Dense()), LayerPlan(attention=Skipped(), ffn=Skipped())

@@ -358,20 +358,21 @@ def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> BaseFacts:
     }
 
 
-def differences(expected: BaseFacts, found: BaseFacts) -> list[str]:
+def differences(expected: BaseFacts, found: BaseFacts, *, agreement: float = _NEEDED_AGREEMENT) -> list[str]:
     """Return what distinguishes two fingerprints, in words; empty means the same base model.
 
-    Names and revisions are not compared: a moved or renamed checkpoint is the same model.
+    Names and revisions are not compared: a moved or renamed checkpoint is the same model. `agreement` is the share of
+    sampled values that must be the same.
     """
     known = expected.keys() - {"name_or_path", "revision", "weight_sample"}
     wrong = [key for key in expected if key in known and found.get(key) != expected.get(key)]
     words = [f"{key} is {found.get(key)!r}, expected {expected.get(key)!r}" for key in wrong]
-    if not words and not _same_sample(expected["weight_sample"], found["weight_sample"]):
+    if not words and not _same_sample(expected["weight_sample"], found["weight_sample"], agreement):
         words.append("the weights differ (another checkpoint of the same architecture)")
     return words
 
 
-def _same_sample(expected: Any, found: Any) -> bool:
+def _same_sample(expected: Any, found: Any, agreement: float) -> bool:
     if not expected or not found:
         # Weights that cannot be sampled (on the meta device) cannot be compared either.
         return True
@@ -380,7 +381,8 @@ def _same_sample(expected: Any, found: Any) -> bool:
         return False
     # What one of the two has quantised cannot be compared.
     known = [(a, b) for a, b in zip(expected, found, strict=False) if a is not None and b is not None]
-    return sum(a == b for a, b in known) >= _NEEDED_AGREEMENT * len(known)
+    # As near as float16 has small ones.
+    return sum(abs(a - b) <= 1e-7 for a, b in known) >= agreement * len(known)
 
 
 def same_weights(seen: Tensor | None, now: Tensor | None) -> bool:
