@@ -11,13 +11,16 @@ from transformers import AutoModelForCausalLM
 from wide.cli.inspect import describe_adapter
 from wide.config import WideConfig
 from wide.errors import AdapterError, NotAttachedError, ShapeError
+from wide.grouping import Grouping
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
+from wide.materialisation.materialise import materialise
 from wide.models.adapter import ROUTER_FILE, STATIC_FILE, WEIGHTS_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
+from wide.models.discovery import discover
 from wide.models.files import SUMS
 from wide.models.lora import add_lora
 from wide.models.observe import bypass
-from wide.plan import Plan
+from wide.plan import Kept, LayerPlan, Plan
 
 KINDS = ("kept", "skipped", "stream", "weights", "both", "following", "forms")
 
@@ -184,6 +187,26 @@ def test_full_checkpoints_of_kept_units_reload_in_every_family(tmp_path, family)
     save_checkpoint(model, tmp_path)
     again = load_checkpoint(tmp_path, dtype=torch.float32, attn_implementation=model.config._attn_implementation)
     assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("write", [save_checkpoint, materialise])
+@pytest.mark.parametrize(("family", "experts"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_what_files_hold_otherwise_than_modules_reloads(tmp_path, family, experts, write):
+    base = make(family, **{experts: 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16})
+    base.save_pretrained(tmp_path / "base")
+    # As it was loaded, it is saved.
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval(), tokens()
+    halves = [Kept(grouping=Grouping(spec.attention.query_width, 8), kept=2) for spec in discover(model)]
+    plan = Plan(tuple(LayerPlan(attention=half) for half in halves))
+    attach(model, plan, tensors=dict.fromkeys(plan.tensor_shapes(), torch.tensor([1.0, 1.0, 0.0, 0.0])))
+    if write is materialise:
+        write(model).save_pretrained(tmp_path / "full")
+    else:
+        write(model, tmp_path / "full")
+    again = load_checkpoint(tmp_path / "full", dtype=torch.float32)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load_checkpoint(tmp_path / "again", dtype=torch.float32), ids), logits(model, ids))
 
 
 def test_checkpoints_in_bfloat16_keep_float32_scales(tmp_path):

@@ -245,6 +245,10 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     """
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
 
     if family not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers knows no model type {family!r}")
@@ -279,6 +283,10 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     # transformers' server looks for the name in `transformers`, which runs twice when it is imported and then is two
     # modules, of one class of its own.
     setattr(type(transformers), model_class.__name__, model_class)
+    # Of experts, for example, files hold other matrices than the modules, by the type or the class of the model.
+    for ordinary, generated in ((family, config_class.model_type), (base_model.__name__, model_class.__name__)):
+        if (conversion := get_checkpoint_conversion_mapping(ordinary)) is not None:
+            register_checkpoint_conversion_mapping(generated, conversion)
     AutoConfig.register(mixin.wide_type_prefix + family, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
     return config_class, model_class
