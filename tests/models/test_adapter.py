@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from wide.config import StageConfig, WideConfig
 from wide.errors import AdapterError, ConfigError, NotAttachedError, UnsupportedModelError
+from wide.grouping import Grouping
 from wide.inference.optimize import optimize
 from wide.materialisation.checkpoint import load_checkpoint, save_checkpoint
 from wide.materialisation.materialise import materialise
@@ -25,7 +26,7 @@ from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
 from wide.models.lora import add_lora, merge_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
-from wide.plan import Dense, LayerPlan, Plan, Skipped
+from wide.plan import Dense, LayerPlan, Plan, Routed, Skipped
 from wide.training.stages import prune
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
@@ -131,6 +132,18 @@ def test_a_change_of_one_kind_of_matrix_is_noticed_however_many_layers(tmp_path,
             layer.self_attn.q_proj.weight.mul_(1.1)
     with pytest.raises(NotAttachedError, match="base weights changed"):
         save(model, folder)
+
+
+def test_lora_of_experts_is_loaded_as_it_was_saved(tmp_path):
+    model, ids = make("mixtral", num_local_experts=2, num_experts_per_tok=1), tokens()
+    routed = Routed(grouping=Grouping(32, 16), rank=4)
+    attach(model, Plan((LayerPlan(attention=routed),) * 2))
+    # Its ranks and factors are others for some matrices.
+    for parameter in add_lora(model, rank=2, dropout=0.0).parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save(model.eval(), tmp_path / "adapter")
+    again = load(make("mixtral", num_local_experts=2, num_experts_per_tok=1), tmp_path / "adapter")
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_lora_on_a_matrix_outside_of_the_layers_changes_no_base(tmp_path):

@@ -245,10 +245,7 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     """
     import transformers
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
+    from transformers import conversion_mapping as files
 
     if family not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers knows no model type {family!r}")
@@ -284,9 +281,9 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     # modules, of one class of its own.
     setattr(type(transformers), model_class.__name__, model_class)
     # Of experts, for example, files hold other matrices than the modules, by the type or the class of the model.
-    for ordinary, generated in ((family, config_class.model_type), (base_model.__name__, model_class.__name__)):
-        if (conversion := get_checkpoint_conversion_mapping(ordinary)) is not None:
-            register_checkpoint_conversion_mapping(generated, conversion)
+    for ordinary, name in ((family, mixin.wide_type_prefix + family), (base_model.__name__, model_class.__name__)):
+        if (conversion := files.get_checkpoint_conversion_mapping(ordinary)) is not None:
+            files.register_checkpoint_conversion_mapping(name, conversion)
     AutoConfig.register(mixin.wide_type_prefix + family, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
     return config_class, model_class

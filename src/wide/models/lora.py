@@ -140,20 +140,20 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
         _LoraFacts, {key: found[key] for key in _LoraFacts.__annotations__ if key in found}, where
     )
     config = _configuration(model, rank=facts["r"], alpha=facts["lora_alpha"], dropout=facts["lora_dropout"])
-    own = json.loads(json.dumps(config.to_dict(), default=_listed))
-    for key in sorted(own.keys() & found.keys() - _DESCRIPTIVE):
-        # Off is None, false or empty, as PEFT's versions have it.
-        if found[key] != own[key] and (found[key] or own[key]):
-            raise AdapterError(f"{where} {key} is {reprlib.repr(found[key])}, wanted {own[key]!r}, as wide writes it")
     try:
         weights = load_file(str(folder / _WEIGHTS))
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{folder / _WEIGHTS} cannot be read ({error}); the file is damaged") from error
     # Before memory is allotted for it.
     ranks = {tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name and tensor.dim()}
-    if ranks != {facts["r"]}:
+    if min(ranks, default=0) != facts["r"]:
         raise AdapterError(f"{where} r is {facts['r']}, wanted that of the matrices beside it, {sorted(ranks)}")
     handle = _inject(model, config)
+    own = handle.config  # PEFT adds to it what experts need.
+    for key in sorted(own.keys() & found.keys() - _DESCRIPTIVE):
+        # Off is None, false or empty, as PEFT's versions have it.
+        if found[key] != own[key] and (found[key] or own[key]):
+            raise AdapterError(f"{where} {key} is {reprlib.repr(found[key])}, wanted {own[key]!r}, as wide writes it")
     handle.above_merged = False  # What the adapter tells of LoRA is of this one.
     copy_strictly(handle.named_parameters(), weights, "LoRA")
     return handle
@@ -231,7 +231,8 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
         tuner = LoraModel(model, config, OWN_LORA)
     except ValueError as error:
         raise UnsupportedModelError(
-            f"PEFT puts no LoRA on {type(model).__name__}: {error}; load the model again, and leave stage 2 out"
+            f"PEFT puts no LoRA on {type(model).__name__}: {error}; load the model again, and leave stage 2 out or, "
+            "for experts, set lora_dropout to 0"
         ) from error
     for parameter in routers:
         parameter.requires_grad_(True)

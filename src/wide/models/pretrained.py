@@ -361,8 +361,8 @@ def fingerprint(model: nn.Module, specs: Sequence[BlockSpec]) -> BaseFacts:
 def differences(expected: BaseFacts, found: BaseFacts, *, agreement: float = _NEEDED_AGREEMENT) -> list[str]:
     """Return what distinguishes two fingerprints, in words; empty means the same base model.
 
-    Names and revisions are not compared: a moved or renamed checkpoint is the same model. `agreement` is the share of
-    sampled values that must be the same.
+    Names and revisions are not compared: a moved checkpoint is the same model. `agreement` is the share of sampled
+    values that must be the same.
     """
     known = expected.keys() - {"name_or_path", "revision", "weight_sample"}
     wrong = [key for key in expected if key in known and found.get(key) != expected.get(key)]
@@ -441,10 +441,7 @@ def sampled_values(model: nn.Module) -> Tensor | None:
 
 
 def require_in_memory(model: nn.Module, doing: str, *, added_only: bool = False) -> None:
-    """Raise UnsupportedModelError if weights are offloaded; `doing` begins the message: what cannot be done then.
-
-    With `added_only` the base's may be, as where an adapter was loaded, but not routers, scales and bases.
-    """
+    """Raise UnsupportedModelError if weights (or routers, scales, bases alone) are offloaded that `doing` needs."""
     absent = not added_only or any(p.is_meta and is_added(name) for name, p in model.named_parameters())
     if absent and any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):
         raise UnsupportedModelError(
