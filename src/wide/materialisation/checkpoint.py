@@ -283,7 +283,7 @@ def generated_classes(family: str, mixin: type[PrunedMixin]) -> tuple[type[Any],
     # Of experts, for example, files hold other matrices than the modules, by the type or the class of the model.
     for ordinary, name in ((family, mixin.wide_type_prefix + family), (base_model.__name__, model_class.__name__)):
         if (conversion := files.get_checkpoint_conversion_mapping(ordinary)) is not None:
-            files.register_checkpoint_conversion_mapping(name, conversion)
+            files.register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
     AutoConfig.register(mixin.wide_type_prefix + family, config_class)
     AutoModelForCausalLM.register(config_class, model_class)
     return config_class, model_class
