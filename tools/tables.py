@@ -428,10 +428,7 @@ _BESIDE["H100"] = ("dense", "wide-fitted", "tyr", "shortened-taylor")
 # Of the scores: all rows have LoRA, which costs no time once it is merged. By card the run of ours and of the dense
 # model, and our seed.
 _SCORED = {"H200": ("shipped", "dense-longer", 18), "H100": ("half-fitted-lora", "half-fitted-lora", 17)}
-_TRAINED = {
-    "H200": "WIDE, `fitted-50`, trained routers",
-    "H100": "WIDE, `fitted-50`, trained routers",
-}
+_TRAINED = "WIDE, `fitted-50`, trained routers"
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
 Regime = tuple[str, int]
@@ -490,7 +487,7 @@ def beside() -> Table:
             cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
         rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
     cells = [f"{trained[regime]:.2f}x" for regime in regimes]
-    rows.insert(1, (_TRAINED["H200"], *_scores(*_rated("wide-fitted", "H200")), *cells))
+    rows.insert(1, (_TRAINED, *_scores(*_rated("wide-fitted", "H200")), *cells))
     return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
 
 
@@ -501,7 +498,7 @@ def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
         for regime, title in regimes.items():
             card = _card(regime)
             places = [(method, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
-            places.insert(1, ("wide-fitted", _TRAINED[card], speeds(card)[1][regime]))
+            places.insert(1, ("wide-fitted", _TRAINED, speeds(card)[1][regime]))
             for method, row, speed in places:
                 records, stage = _rated(method, card)
                 height = scale * (records.number(stage, metric) or math.nan)
