@@ -48,13 +48,10 @@ _METHODS = {
     "skipgpt": "SkipGPT, as the WIDE paper runs it",
     "dllm": "D-LLM, as the WIDE paper runs it",
 }
-# Column -> the runs that hold it: of several the first with a finished cell counts.
-_NOMINAL = ("n50", "n50-rest", "n50-fitted", "seeds", "seeds-fitted-18", "seeds-fitted", "seeds-tyr-18", "seeds-tyr")
-_COLUMNS = {
-    "50 % nominal": _NOMINAL,
-    "half of the work": ("f50", "f50-fitted", "f50-groups", "f50-tasks", "f50-seeds", "f50-seeds-fitted"),
-}
-# Whole layers are the same share of the work as of the nominal target.
+# Runs at half of the work: of several the first with a finished cell counts.
+_HALF = ("f50", "f50-fitted", "f50-groups", "f50-tasks", "f50-seeds", "f50-seeds-fitted")
+# Whole layers are the same share of the work as of the nominal target, whose runs have them.
+_NOMINAL = ("n50", "n50-rest")
 _WHOLE_LAYERS = ("cooppruner", "shortened-ppl", "shortened-taylor")
 _AGAIN = (*_WHOLE_LAYERS, "slicegpt", "dllm-original")
 _PARTS = {
@@ -95,50 +92,45 @@ def number(run: str, method: str, metric: str, target: float, *, seed: int = 17,
 
 def quality() -> Table:
     """Return perplexities by method; ± is the standard deviation over seeds 17, 18 and 19, where all were measured."""
-    rows = [
-        (name, *(_of_seeds(method, column, lora) for column in _COLUMNS for lora in (False, True)))
-        for method, name in _METHODS.items()
-    ]
-    titles = [title for column in _COLUMNS for title in (column, "with LoRA")]
-    return Table(header=("method", *titles), rows=tuple(rows))
+    rows = [(name, *(_of_seeds(method, lora) for lora in (False, True))) for method, name in _METHODS.items()]
+    return Table(header=("method", "half of the work", "with LoRA"), rows=tuple(rows))
 
 
-def real(model: str = "smollm2-135m") -> Table:
-    """Return the scores of a public model at half of the work, without and with LoRA."""
+def real(name: str, *, bare: bool = True) -> Table:
+    """Return the scores of a public model's rows, with LoRA and, where `bare` is set, without."""
+    model, share, rows = _REAL_ROWS[name]
     lines = []
-    for title, (run, adapted_run, method) in _REAL_ROWS[model].items():
-        target = 0.0 if method == "dense" else 0.5
-        bare, adapted = (
-            (study(model)[name], Stage(Cell(method, target, 17), recovered=lora))
-            for name, lora in ((run, False), (adapted_run, True))
+    for title, (run, adapted_run, method) in rows.items():
+        target = 0.0 if method == "dense" else share
+        plain, adapted = (
+            (study(model)[each], Stage(Cell(method, target, 17), recovered=lora))
+            for each, lora in ((run, False), (adapted_run, True))
         )
-        lines.append((title, _work(*bare), *_scores(*bare), *_scores(*adapted), _without_boolq(*adapted)))
-    titles = ("perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %", "without BoolQ, %")
-    return Table(header=("", "work skipped, %", *titles), rows=tuple(lines))
+        without = (_work(*plain), *_scores(*plain)) if bare else ()
+        lines.append((title, *without, *_scores(*adapted), _without_boolq(*adapted)))
+    titles = ("work skipped, %", "perplexity", "accuracy, %") if bare else ()
+    scores = ("LoRA: perplexity" if bare else "perplexity", "accuracy, %", "without BoolQ, %")
+    return Table(header=("", *titles, *scores), rows=tuple(lines))
 
 
 def real_short() -> Table:
     """Return the main rows of both public models, with LoRA."""
     scores = ("perplexity", "accuracy, %", "without BoolQ, %")
     header = ("half of the work, with LoRA", f"135 M: {scores[0]}", *scores[1:], f"1.5 B: {scores[0]}", *scores[1:])
-    smaller, larger = ({row[0]: row[4:] for row in real(name).rows} for name in _REAL_ROWS if name != "gemma3-270m")
+    smaller, larger = (
+        {row[0]: row[1:] for name in names for row in real(name, bare=False).rows}
+        for names in (("half", "longer"), ("larger",))
+    )
     lines = [(title, *smaller[one], *larger[other]) for title, (one, other) in _REAL_FEW.items()]
     return Table(header=header, rows=tuple(lines))
 
 
 def real_columns() -> Table:
-    """Return the scores of the smaller public model at the other two targets, without LoRA."""
-    lines = []
-    for title, method in _REAL_OTHERS.items():
-        cells: list[str] = []
-        for run, target in (("quarter", 0.25), ("nominal", 0.5)):
-            name = "half" if method == "dense" else f"{run}-fitted" if method == "wide-fitted" else run
-            records = study("smollm2-135m")[name]
-            stage = Stage(Cell(method, 0.0 if method == "dense" else target, 17), recovered=False)
-            cells += [_work(records, stage), *_scores(records, stage)]
-        lines.append((title, *cells))
-    scores = ("perplexity", "accuracy, %")
-    header = ("", "a quarter: work skipped, %", *scores, "50 % nominal: work skipped, %", *scores)
+    """Return the scores of the smaller public model at the other two targets."""
+    quarter, nominal = (real(name).rows for name in ("quarter", "nominal"))
+    lines = [(*one[:-1], *other[1:-1]) for one, other in zip(quarter, nominal, strict=True)]
+    titles = ("perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %")
+    header = ("", "a quarter: work skipped, %", *titles, "50 % nominal: work skipped, %", *titles)
     return Table(header=header, rows=tuple(lines))
 
 
@@ -189,36 +181,40 @@ def eight_bits() -> Table:
 
 
 _SIX_TASKS = ("arc_easy", "arc_challenge", "winogrande", "piqa", "openbookqa", "hellaswag (302-item subset)")
-# Title -> run of the scores without LoRA, run of those with it, and the method.
 _SMALLER_ROWS = {
     "dense": ("half", "half", "dense"),
-    "dense, LoRA at 1e-3": ("half", "dense-faster", "dense"),
     "dense, long LoRA": ("half", "longer", "dense"),
     "WIDE, `fitted-50`, long LoRA": ("shipped", "shipped", "wide-fitted"),
-    "an earlier form": ("half-fitted", "half-fitted", "wide-fitted"),
-    "an earlier form, β2 = 0.95, LoRA at 1e-3": ("stable", "stable", "wide-fitted"),
     "WIDE, the paper's recipe, G = 128": ("half", "half", "wide"),
+    "WIDE, the paper's recipe, G = 64": ("more-lora", "more-lora", "wide-64"),
+    "WIDE, the paper's recipe, G = 32": ("more-lora", "more-lora", "wide-32"),
+    "WIDE-uniform": ("more-lora", "more-lora", "wide-uniform"),
     "Týr": ("half", "half", "tyr"),
-    "Týr, LoRA at 1e-3 from the dense model": ("half", "half-tyr-kl-faster", "tyr"),
-    "Týr, 1300 steps of LoRA at 1e-3": ("half", "tyr-longer", "tyr"),
+    "Shortened, perplexity": ("more-lora", "more-lora", "shortened-ppl"),
     "BlockPruner": ("half", "half", "blockpruner"),
     "SliceGPT": ("half", "half", "slicegpt"),
     "Shortened, Taylor": ("half", "half", "shortened-taylor"),
     "CoopPruner": ("half", "half", "cooppruner"),
     "DDP": ("more-lora", "more-lora", "ddp"),
-    "WIDE, the paper's recipe, G = 64": ("more-lora", "more-lora", "wide-64"),
-    "WIDE, the paper's recipe, G = 32": ("more-lora", "more-lora", "wide-32"),
-    "WIDE-uniform": ("more-lora", "more-lora", "wide-uniform"),
     "D-LLM": ("more-lora", "more-lora", "dllm"),
-    "Shortened, perplexity": ("more-lora", "more-lora", "shortened-ppl"),
-    "Shortened, perplexity, 1300 steps of LoRA at 1e-3": ("more-lora", "half-longer", "shortened-ppl"),
     "SkipGPT": ("more-lora", "more-lora", "skipgpt"),
+}
+# Static rows with as many steps as routed rows train in all, beside ours.
+_LONGER_ROWS = {
+    "WIDE, `fitted-50`, 1000 and 1000 steps": ("shipped", "shipped", "wide-fitted"),
+    "Týr, 2000 steps of the same LoRA": ("half-longest", "half-longest", "tyr"),
+    "Týr": ("half", "tyr-longer", "tyr"),
+    "Shortened, perplexity": ("half-longer", "half-longer", "shortened-ppl"),
+    "BlockPruner": ("half-longer", "half-longer", "blockpruner"),
+    "DDP": ("half-longer", "half-longer", "ddp"),
+    "Shortened, Taylor": ("half-longer", "half-longer", "shortened-taylor"),
+    "CoopPruner": ("half-longer", "half-longer", "cooppruner"),
+    "SliceGPT": ("half-longer", "half-longer", "slicegpt"),
 }
 _LARGER_ROWS = {
     "dense": ("half", "half-fitted-lora", "dense"),
     "dense, long LoRA": ("half", "dense-longer", "dense"),
     "WIDE, `fitted-50`, long LoRA": ("shipped", "shipped", "wide-fitted"),
-    "an earlier form": ("half-fitted", "half-fitted-lora", "wide-fitted"),
     "Týr": ("half-lora", "half-lora", "tyr"),
     "DDP": ("half-lora", "half-lora", "ddp"),
     "SliceGPT": ("half-lora", "half-lora", "slicegpt"),
@@ -226,54 +222,61 @@ _LARGER_ROWS = {
     "WIDE, the paper's recipe, G = 128": ("half-lora", "half-lora", "wide"),
     "SkipGPT": ("half-lora", "half-lora", "skipgpt"),
 }
+_OTHER_LORA = {("nominal", "shortened-ppl"): "more-lora", ("nominal", "shortened-taylor"): "half"}
+_OTHER_LORA["nominal", "cooppruner"] = "half"  # whole layers: what is half of the work is half by name, too
+
+
+def _other_rows(column: str) -> dict[str, tuple[str, str, str]]:
+    """Return the rows of the smaller model at another share."""
+    rows: dict[str, tuple[str, str, str]] = {}
+    for title, (*_, method) in _SMALLER_ROWS.items():
+        if method == "dense":
+            rows |= {title: _SMALLER_ROWS[title]} if title == "dense" else {}
+        elif method == "wide-fitted":
+            rows[title] = (f"{column}-shipped", f"{column}-shipped", method)
+        else:
+            rows[title] = (column, _OTHER_LORA.get((column, method), f"{column}-lora"), method)
+    return rows
+
+
+# Table -> model, target and rows: title -> run of the scores without LoRA, run of those with it, and the method.
 _REAL_ROWS = {
-    "smollm2-135m": _SMALLER_ROWS,
-    "qwen2.5-coder-1.5b": _LARGER_ROWS,
-    "gemma3-270m": {
-        "dense": ("half", "half", "dense"),
-        "`fitted-50`": ("half", "half", "wide-fitted"),
-        "Týr": ("half", "half", "tyr"),
-    },
+    "half": ("smollm2-135m", 0.5, _SMALLER_ROWS),
+    "longer": ("smollm2-135m", 0.5, _LONGER_ROWS),
+    "quarter": ("smollm2-135m", 0.25, _other_rows("quarter")),
+    "nominal": ("smollm2-135m", 0.5, _other_rows("nominal")),
+    "larger": ("qwen2.5-coder-1.5b", 0.5, _LARGER_ROWS),
+    "family": (
+        "gemma3-270m",
+        0.5,
+        {
+            "dense": ("half", "half", "dense"),
+            "`fitted-50`": ("shipped", "shipped", "wide-fitted"),
+            "Týr": ("half", "half", "tyr"),
+        },
+    ),
 }
 # Title -> runs of three seeds, the method, and whether with LoRA.
 _REAL_SEEDS = {
     "WIDE, `fitted-50`": (("shipped",) * 3, "wide-fitted", False),
-    "an earlier form, β2 = 0.95": (("stable",) * 3, "wide-fitted", False),
-    "the same, with LoRA at 1e-3": (("stable",) * 3, "wide-fitted", True),
+    "the same, with long LoRA": (("shipped",) * 3, "wide-fitted", True),
     "WIDE, the paper's recipe, G = 128": (("half", "seeds", "seeds"), "wide", False),
     "Týr": (("half", "seeds", "seeds"), "tyr", False),
     "Týr, with LoRA": (("half", "seeds", "seeds"), "tyr", True),
     "DDP": (("half", "seeds", "seeds"), "ddp", False),
 }
-_REAL_OTHERS = {
-    "dense": "dense",
-    "WIDE, `fitted-50`": "wide-fitted",
-    "WIDE, the paper's recipe, G = 128": "wide",
-    "WIDE, the paper's recipe, G = 64": "wide-64",
-    "WIDE, the paper's recipe, G = 32": "wide-32",
-    "WIDE-uniform": "wide-uniform",
-    "Týr": "tyr",
-    "Shortened, Taylor": "shortened-taylor",
-    "Shortened, perplexity": "shortened-ppl",
-    "BlockPruner": "blockpruner",
-    "SliceGPT": "slicegpt",
-    "CoopPruner": "cooppruner",
-    "DDP": "ddp",
-    "D-LLM": "dllm",
-    "SkipGPT": "skipgpt",
-}
 # Of the short table: title -> the rows of the smaller and of the larger model.
 _REAL_FEW = {
     "dense": ("dense, long LoRA",) * 2,
     "WIDE, `fitted-50`": ("WIDE, `fitted-50`, long LoRA",) * 2,
-    "Týr": ("Týr, 1300 steps of LoRA at 1e-3", "Týr"),
+    "Týr": ("Týr, 2000 steps of the same LoRA", "Týr"),
     "DDP": ("DDP",) * 2,
     "WIDE, the paper's recipe": ("WIDE, the paper's recipe, G = 128",) * 2,
 }
 
 
-def _of_seeds(method: str, column: str, lora: bool) -> str:
-    runs = _NOMINAL if method in _WHOLE_LAYERS else _COLUMNS[column]
+def _of_seeds(method: str, lora: bool) -> str:
+    runs = _NOMINAL if method in _WHOLE_LAYERS else _HALF
     values = []
     for seed in _SEEDS if method != "dense" else _SEEDS[:1]:
         found = (number(run, method, _PERPLEXITY, 0.5, seed=seed, lora=lora) for run in _once(runs, method, seed))
@@ -435,8 +438,8 @@ Regime = tuple[str, int]
 
 
 @cache
-def speeds(card: str) -> tuple[dict[Regime, dict[str, float]], dict[Regime, float]]:
-    """Return what rows with drawn weights took, ms or tokens/s by method, and the trained checkpoint's speed-ups."""
+def speeds(card: str) -> tuple[dict[Regime, dict[str, float]], dict[Regime, dict[str, float]]]:
+    """Return what rows with drawn weights took, ms or tokens/s by method, and the speed-ups of trained ones."""
     lines = _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz")
     drawn, *trained = sorted(
         (line for line in lines if card in line["device"]), key=lambda line: line["weights"] != "drawn"
@@ -444,12 +447,13 @@ def speeds(card: str) -> tuple[dict[Regime, dict[str, float]], dict[Regime, floa
     found: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
     for record in drawn["records"]:
         found[record["what"], record["size"]][record["row"]] = record["value"]
-    ratios = {}
+    ratios: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
     for content, (kind, (what, further)) in itertools.product(trained, _KINDS.items()):
         for record in content.get(kind, ()):
             size = record["requests"] if what == "requests" else record["tokens"] - further
-            if record["candidate"] == "own routing" and record["what"] != "prefill":
-                ratios[what, size] = record["speedup"]
+            trained_one = record["candidate"] in ("own routing", "pruned") and record["what"] != "prefill"
+            if trained_one and (what, size) in ratios:
+                ratios[what, size][content["method"]] = record["speedup"]
     return found, ratios
 
 
@@ -471,7 +475,10 @@ def _rated(method: str, card: str) -> tuple[Selection, Any]:
 
 
 def _faster(regime: Regime, method: str) -> float:
-    timed = speeds(_card(regime))[0][regime]
+    drawn, trained = speeds(_card(regime))
+    if method in trained[regime]:
+        return trained[regime][method]
+    timed = drawn[regime]
     ratio = timed[method] / timed["dense"]
     return ratio if regime[0] == "requests" else 1 / ratio
 
@@ -486,7 +493,7 @@ def beside() -> Table:
         if method == "dense":
             cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
         rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
-    cells = [f"{trained[regime]:.2f}x" for regime in regimes]
+    cells = [f"{trained[regime]['wide']:.2f}x" for regime in regimes]
     rows.insert(1, (_TRAINED, *_scores(*_rated("wide-fitted", "H200")), *cells))
     return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
 
@@ -498,7 +505,7 @@ def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
         for regime, title in regimes.items():
             card = _card(regime)
             places = [(method, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
-            places.insert(1, ("wide-fitted", _TRAINED, speeds(card)[1][regime]))
+            places.insert(1, ("wide-fitted", _TRAINED, speeds(card)[1][regime]["wide"]))
             for method, row, speed in places:
                 records, stage = _rated(method, card)
                 height = scale * (records.number(stage, metric) or math.nan)
@@ -579,11 +586,12 @@ TABLES: dict[str, Callable[[], Table]] = {
     "quality-full": quality,
     "quality-parts": parts,
     "quality-groups": groups,
-    "quality-real": real,
-    "quality-real-family": partial(real, "gemma3-270m"),
-    "quality-real-short": real_short,
-    "quality-real-larger": partial(real, "qwen2.5-coder-1.5b"),
+    "quality-real": partial(real, "half"),
+    "quality-real-longer": partial(real, "longer", bare=False),
     "quality-real-columns": real_columns,
+    "quality-real-family": partial(real, "family"),
+    "quality-real-short": real_short,
+    "quality-real-larger": partial(real, "larger"),
     "quality-real-seeds": real_seeds,
     "quality-speed": beside,
     "eight-bits-real": eight_bits,
