@@ -109,7 +109,7 @@ def real(name: str, *, bare: bool = True) -> Table:
         without = (_work(*plain), *_scores(*plain)) if bare else ()
         lines.append((title, *without, *_scores(*adapted), _without_boolq(*adapted)))
     titles = ("work skipped, %", "perplexity", "accuracy, %") if bare else ()
-    scores = ("LoRA: perplexity" if bare else "perplexity", "accuracy, %", "without BoolQ, %")
+    scores = tuple(f"{'LoRA: ' * bare}{score}" for score in ("perplexity", "accuracy, %", "without BoolQ, %"))
     return Table(header=("", *titles, *scores), rows=tuple(lines))
 
 
@@ -129,7 +129,7 @@ def real_columns() -> Table:
     """Return the scores of the smaller public model at the other two targets."""
     quarter, nominal = (real(name).rows for name in ("quarter", "nominal"))
     lines = [(*one[:-1], *other[1:-1]) for one, other in zip(quarter, nominal, strict=True)]
-    titles = ("perplexity", "accuracy, %", "LoRA: perplexity", "accuracy, %")
+    titles = ("perplexity", "accuracy, %", "LoRA: perplexity", "LoRA: accuracy, %")
     header = ("", "a quarter: work skipped, %", *titles, "50 % nominal: work skipped, %", *titles)
     return Table(header=header, rows=tuple(lines))
 
@@ -201,8 +201,8 @@ _SMALLER_ROWS = {
 }
 # Static rows with as many steps as routed rows train in all, beside ours.
 _LONGER_ROWS = {
-    "WIDE, `fitted-50`, 1000 and 1000 steps": ("shipped", "shipped", "wide-fitted"),
-    "Týr, 2000 steps of the same LoRA": ("half-longest", "half-longest", "tyr"),
+    "WIDE, `fitted-50`, long LoRA": ("shipped", "shipped", "wide-fitted"),
+    "Týr, long LoRA of 2000 steps": ("half-longest", "half-longest", "tyr"),
     "Týr": ("half", "tyr-longer", "tyr"),
     "Shortened, perplexity": ("half-longer", "half-longer", "shortened-ppl"),
     "BlockPruner": ("half-longer", "half-longer", "blockpruner"),
@@ -210,6 +210,7 @@ _LONGER_ROWS = {
     "Shortened, Taylor": ("half-longer", "half-longer", "shortened-taylor"),
     "CoopPruner": ("half-longer", "half-longer", "cooppruner"),
     "SliceGPT": ("half-longer", "half-longer", "slicegpt"),
+    "WIDE, the paper's recipe, 300 steps at 2e-4": ("half", "half", "wide"),
 }
 _LARGER_ROWS = {
     "dense": ("half", "half-fitted-lora", "dense"),
@@ -269,7 +270,7 @@ _REAL_SEEDS = {
 _REAL_FEW = {
     "dense": ("dense, long LoRA",) * 2,
     "WIDE, `fitted-50`": ("WIDE, `fitted-50`, long LoRA",) * 2,
-    "Týr": ("Týr, 2000 steps of the same LoRA", "Týr"),
+    "Týr": ("Týr, long LoRA of 2000 steps", "Týr"),
     "DDP": ("DDP",) * 2,
     "WIDE, the paper's recipe": ("WIDE, the paper's recipe, G = 128",) * 2,
 }
