@@ -210,7 +210,6 @@ _LONGER_ROWS = {
     "Shortened, Taylor": ("half-longer", "half-longer", "shortened-taylor"),
     "CoopPruner": ("half-longer", "half-longer", "cooppruner"),
     "SliceGPT": ("half-longer", "half-longer", "slicegpt"),
-    "WIDE, the paper's recipe, 300 steps at 2e-4": ("half", "half", "wide"),
 }
 _LARGER_ROWS = {
     "dense": ("half", "half-fitted-lora", "dense"),
