@@ -446,20 +446,60 @@ def test_what_a_tokenizer_cannot_do_is_said(base):
     assert "the prompt has no tokens; give some text" in completed(client, prompt="")
 
 
+def events(said):
+    """Return the events of a stream, or the one answer."""
+    return [
+        json.loads(part) for part in said.text.removeprefix("data: ").split("\n\ndata: ") if part.strip() != "[DONE]"
+    ]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_text_that_ends_with_its_last_token_has_stopped(base, streams):
     client, _ = in_process(*base)
     asked = {"prompt": "The quick", "max_tokens": 1, "temperature": 0, "stream": streams}
 
     def reason(**more):
-        said = client.post("/v1/completions", json=asked | more).text.removeprefix("data: ").split("\n\ndata: ")
-        return json.loads(said[-1])["choices"][0]["finish_reason"]
+        return events(client.post("/v1/completions", json=asked | more))[-1]["choices"][0]["finish_reason"]
 
     encoded = base[1]("The quick", return_tensors="pt")
     final = int(base[0].generate(**encoded, max_new_tokens=1, do_sample=False)[0, -1])
     assert reason() == reason(eos_token_id=final + 1, stop="zz") == "length"
     for end in ({"eos_token_id": final}, {"eos_token_id": [1, final]}, {"stop": base[1].decode([final])}):
         assert reason(**end) == "stop"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_says_whether_its_text_was_cut(base, streams):
+    client, _ = in_process(*base)
+    asked = {"input": "The quick", "temperature": 0, "stream": streams}
+
+    def said(**more):
+        found = events(client.post("/v1/responses", json=asked | more))
+        done = [event["item"]["status"] for event in found if event.get("type") == "response.output_item.done"]
+        response = found[-1]["response"] if streams else found[-1]
+        kind = found[-1]["type"].removeprefix("response.") if streams else response["status"]
+        statuses = {kind, response["status"], *done, *(item["status"] for item in response["output"])}
+        assert len(statuses) == 1, statuses
+        return statuses.pop(), response.get("incomplete_details")
+
+    encoded = base[1].apply_chat_template([{"role": "user", "content": "The quick"}], return_tensors="pt")
+    final = int(base[0].generate(**encoded, max_new_tokens=1, do_sample=False)[0, -1])
+    cut = ("incomplete", {"reason": "max_output_tokens"})
+    assert said(max_output_tokens=1, eos_token_id=final + 1) == said(max_output_tokens=5, eos_token_id=-1) == cut
+    # To the last of the positions, too.
+    assert said(max_output_tokens=2**31 - 1, eos_token_id=-1) == cut
+    for most in (1, 2):
+        assert said(max_output_tokens=most, eos_token_id=final) == ("completed", None)
+
+
+def test_streams_end_as_clients_expect(base):
+    client, _ = in_process(*base)
+    for path, asked in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
+        said = client.post(f"/v1/{path}", json=asked | {"max_tokens": 2, "stream": True}).text
+        assert said.endswith("}\n\ndata: [DONE]\n\n")
+        assert said.count("[DONE]") == 1
+    said = client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "stream": True})
+    assert "[DONE]" not in said.text
 
 
 def test_no_part_of_a_chat_is_left_out(base):
@@ -613,8 +653,8 @@ def test_a_completion_keeps_the_space_before_its_first_word(decoder):
     text = completed(client, prompt="w1 w2", max_tokens=4)
     assert text == wide.generate(model, "w1 w2", tokenizer=tokenizer, max_new_tokens=4)
     assert text.startswith(" w")
-    said = client.post("/v1/completions", json={"prompt": "w1 w2", "max_tokens": 4, "stream": True}).text
-    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in said.split("\n\n") if line) == text
+    said = client.post("/v1/completions", json={"prompt": "w1 w2", "max_tokens": 4, "stream": True})
+    assert "".join(event["choices"][0]["text"] for event in events(said)) == text
     answer = client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2}).json()
     assert answer["choices"][0]["message"]["content"].startswith("w")
 

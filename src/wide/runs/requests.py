@@ -265,12 +265,16 @@ class EndedError(RuntimeError):
 
 
 class Call:
-    """One running request; among the stopping criteria of `generate` it ends the text with the request."""
+    """One running request; among the stopping criteria of `generate` it ends the text with the request.
+
+    `has_stopped` says that a text of the most tokens was not cut: it ended there.
+    """
 
     def __init__(self) -> None:
         self.asked: Any = None
         self.body: dict[str, Any] = {}
         self.on_end: Callable[[], object] = lambda: None
+        self.has_stopped = False
         self._why = ""
 
     def end(self, why: str) -> None:

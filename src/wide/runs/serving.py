@@ -10,7 +10,7 @@ import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as AnyResponse
 from transformers import ContinuousBatchingConfig, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -84,7 +84,7 @@ class _Model:
         def last(ids: Any, scores: Any, **_: Any) -> bool:
             # Else a text that ends with the last token that it may have would be told to end at its length.
             if ids.shape[1] == start + most and (stopped(ids, scores) | (finals == ids[0, -1]).any()).any():
-                generation_config.max_new_tokens = None
+                generation_config.max_new_tokens, self._call.has_stopped = None, True
             return False
 
         ends = StoppingCriteriaList([*stopped, self._call, last])
@@ -211,6 +211,10 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
             call.on_end = lambda: (work.cancel(), *(each.cancel_request(request_id) for each in one.managers))
         # Transformers' thread reports to it, even of what nobody waits for.
         found: AnyResponse = await asyncio.shield(work)
+        if isinstance(found, StreamingResponse):
+            found.body_iterator = _ended(found.body_iterator, call)
+        elif isinstance(asked, Responses) and _is_cut(json.loads(bytes(found.body)), call):
+            found = JSONResponse(json.loads(bytes(found.body), object_hook=_as_cut))
         found.headers["x-request-id"] = request_id
         return found
 
@@ -240,6 +244,38 @@ def application(one: _OneModel, options: ServerOptions, limits: Limits) -> FastA
     for kind in (RequestValidationError, StarletteHTTPException, DataError, EndedError, CBWorkerDeadError, Exception):
         app.add_exception_handler(kind, _in_words)
     return app
+
+
+async def _ended(parts: Any, call: Call) -> AsyncIterator[str]:
+    """Yield a stream with the end that OpenAI's clients expect; transformers' calls a text that was cut completed."""
+    held = ""
+    async for part in parts:
+        held += part
+        if '"type":"response.output_item.done"' in part:
+            # The next event tells whether it was cut.
+            continue
+        if '"type":"response.completed"' in part and _is_cut(json.loads(part[6:])["response"], call):
+            events = [json.loads(event[6:], object_hook=_as_cut) for event in held.split("\n\n") if event]
+            held = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        yield held
+        held = ""
+    if not isinstance(call.asked, Responses):
+        yield "data: [DONE]\n\n"
+
+
+def _is_cut(response: dict[str, Any], call: Call) -> bool:
+    return not call.has_stopped and bool(response["usage"]["output_tokens"] >= call.body[Responses.tokens_key])
+
+
+def _as_cut(part: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a response, or of its events, with what it says of a text that was cut."""
+    if part.get("object") == "response":
+        part |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    if part.get("type") == "message":
+        part["status"] = "incomplete"
+    if part.get("type") == "response.completed":
+        part["type"] = "response.incomplete"
+    return part
 
 
 def _in_full(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
