@@ -3,9 +3,10 @@
 import pytest
 import torch
 from families import FAMILIES, alternating, distinct, make, tokens
-from materialise_plans import depth_plan, number_of_parameters, twins, width_plan
+from materialise_plans import depth_plan, number_of_parameters, stream_plan, twins, width_plan
 from transformers import LlamaForCausalLM
 
+import wide
 from wide.errors import ConfigError, NotAttachedError, UnsupportedModelError
 from wide.grouping import Grouping
 from wide.materialisation.checkpoint import SlicedMixin
@@ -181,9 +182,27 @@ def test_what_cannot_be_made_physical_is_refused_and_the_model_left_as_it_was():
     with pytest.raises(NotAttachedError):
         materialise(make("llama"))
     _, thin = twins(make("llama"), *width_plan(make("llama"), [None, None], [8, 8]))
-    attach(materialise(thin), Plan((LayerPlan(attention=Dense(), ffn=Dense()),) * 2))
-    with pytest.raises(UnsupportedModelError, match="sliced already"):
+    materialise(thin)
+    with pytest.raises(UnsupportedModelError, match="sliced already; materialise its base"):
         materialise(thin)
+
+
+@pytest.mark.parametrize("kind", ["heads", "channels", "sublayers", "stream"])
+def test_a_sliced_model_takes_no_routers_and_says_why(kind):
+    # A full checkpoint of both could not be loaded, and nothing else holds them once LoRA is merged.
+    model = make("llama")
+    if kind == "stream":
+        plan, tensors = stream_plan(model, 20)
+    elif kind == "sublayers":
+        plan, tensors = depth_plan([(True, False), (False, True)]), {}
+    else:
+        plan, tensors = width_plan(model, [[0], None] if kind == "heads" else [None, None], [8, 8])
+    sliced = materialise(attach(model, plan, tensors=tensors))
+    words = "this SlicedLlamaForCausalLM is sliced already, .* load the base"
+    with pytest.raises(UnsupportedModelError, match=words):
+        attach(sliced)
+    with pytest.raises(UnsupportedModelError, match=words):
+        wide.prune(sliced, ["A text."], sparsity=0.5)
 
 
 def test_parameters_of_unknown_heads_are_refused_before_anything_is_cut():

@@ -198,6 +198,7 @@ class SlicedMixin(PrunedMixin):
     """Modules of the sizes that `config.wide_shape` says."""
 
     wide_type_prefix, wide_class_prefix, wide_field = f"{PRUNED_PREFIX}sliced_", "Sliced", "wide_shape"
+    wide_is_sliced = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]

@@ -56,9 +56,9 @@ def materialise(model: ModelT, how: How = "sliced") -> ModelT:
     """
     if how not in get_args(How):
         raise ConfigError(f"how must be one of {list(get_args(How))}, got {how!r}")
-    state = attachment(model)
     if isinstance(model, SlicedMixin):
         raise UnsupportedModelError("this model is sliced already; materialise its base under both plans at once")
+    state = attachment(model)
     plan, specs = state.plan, state.specs
     _check_static(plan, how)
     require_in_memory(model, "cutting weights out")

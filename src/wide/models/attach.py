@@ -200,7 +200,7 @@ def attach(
     require(nn.Module, model, "model", "a model that is loaded (wide.load takes names)")
     require(WideConfig | Plan | None, config_or_plan, "config_or_plan", "a WideConfig or a Plan")
     if is_attached(model):
-        raise NotAttachedError("this model already has routers; call wide.detach(model) first")
+        raise NotAttachedError("this model already has routers or another plan; call wide.detach(model) first")
     if peft_adapters(model):
         raise UnsupportedModelError(
             f"PEFT has the adapter {peft_adapters(model)} on this model; merge it first (model.merge_and_unload()), or "

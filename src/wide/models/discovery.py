@@ -19,9 +19,19 @@ _SUB_NORMS = ("attn_sub_norm", "ffn_sub_norm", "inner_attn_ln", "groupnorm")
 def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
     """Return the spec of every decoder layer of a causal language model.
 
-    Raises UnsupportedModelError if a part cannot be placed; it names the layer, what was seen and why it cannot be
-    routed.
+    Raises UnsupportedModelError if a part cannot be placed, naming the layer, what was seen and why it cannot be
+    routed, or if the model is sliced.
     """
+    if getattr(model, "wide_is_sliced", False):
+        raise UnsupportedModelError(
+            f"this {type(model).__name__} is sliced already, and routers or another plan need the whole layers of its "
+            "base; load the base, and attach one Plan there that says both"
+        )
+    return whole_layers(model)
+
+
+def whole_layers(model: nn.Module) -> tuple[BlockSpec, ...]:
+    """Return what `discover` does, also of a model of a sliced class that is not cut yet."""
     config = _text_config(model)
     layers = _decoder_layers(model, _setting(config, "num_hidden_layers", type(model).__name__))
     return tuple(_block(index, layer, config) for index, layer in enumerate(layers))

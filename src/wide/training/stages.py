@@ -95,7 +95,7 @@ def prune(
     model = _loaded(model)
     if is_attached(model):
         if config is not None:
-            raise ConfigError("this model has routers already, so config= cannot change them; detach it first")
+            raise ConfigError("this model carries a plan already, so config= cannot change it; detach it first")
         state = attachment(model)
         state.require_not_optimised()
         if state.lora is not None and not state.lora.merged:
