@@ -26,7 +26,9 @@ from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
 from wide.models.lora import add_lora, merge_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
+from wide.models.thresholds import set_sparsity
 from wide.plan import Dense, LayerPlan, Plan, Routed, Skipped
+from wide.training.callback import RouterCallback
 from wide.training.stages import prune
 
 CONFIG = WideConfig(ffn_group_size=16, router_rank=4)
@@ -623,12 +625,20 @@ def test_an_offloaded_checkpoint_runs_and_cannot_be_trained_or_saved(tmp_path, k
     refused = [partial(save, path=tmp_path / "adapter"), partial(save_checkpoint, path=tmp_path / "again")]
     if kind == "routed":
         refused += [partial(prune, data=RandomSource(), stage=StageConfig(steps=1, batch_size=2))]
+        refused += [partial(RouterCallback(0.5).begin, steps=1)]
+        attachment(again).thresholds_by_sparsity = [(0.2, -1.0), (0.8, 1.0)]
+        set_sparsity(again, 0.8)
     else:
         refused += [materialise]
     for function in refused:
         with pytest.raises(UnsupportedModelError, match="accelerate offloads some"):
             function(again)
     assert not (tmp_path / "adapter").exists()
+    if kind == "routed":
+        # What is refused changes nothing.
+        assert {router.threshold for router in attachment(again).routers()} == {1.0}
+        assert attachment(again).thresholds_by_sparsity
+        assert attachment(again).loop is None
 
 
 def test_without_lora_the_base_is_trainable_as_before(tmp_path):

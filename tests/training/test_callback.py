@@ -242,6 +242,9 @@ def test_what_an_interrupted_training_left_on_ends_with_the_next_one():
     routers = wide.RouterCallback(0.9)
     routers.begin(model, steps=2)
     assert loss() == interrupted != plain
+    with pytest.raises(NotAttachedError):
+        routers.begin(dense_model(), steps=2)
+    assert loss() == interrupted
     routers.end()
     assert loss() == plain
     wide.RouterCallback(0.9).begin(model, steps=2)

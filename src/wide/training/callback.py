@@ -140,19 +140,22 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         Raises:
             NotAttachedError: If the model has no plan.
             ConfigError: If no router is trainable.
+            UnsupportedModelError: If routers are offloaded.
         """
-        self.end()
-        self._model = model = _inner(model)
+        model = _inner(model)
         state = attachment(model)
         if not any(parameter.requires_grad for router in state.routers() for parameter in router.parameters()):
             raise ConfigError("no router of this model is trainable; set requires_grad of their parameters")
+        parallel = DataParallel.from_environment(next(model.parameters()).device)
+        # It refuses, too; what is in force is left alone until then.
+        term = Objective(model, self.objective, parallel=parallel)
+        self.end()
         if state.loop is not None:  # Since a training that was interrupted: its term would be in the loss, too.
             state.loop.end()
+        self._model, self._parallel, self._term = model, parallel, term
         state.loop = self
         self._open.callback(setattr, state, "loop", None)
-        self._parallel = DataParallel.from_environment(next(model.parameters()).device)
         forget_thresholds(model)
-        self._term = Objective(model, self.objective, parallel=self._parallel)
         self._steps = steps
         self._term_now: _Term | None = None
         self._batches.clear()
