@@ -124,6 +124,11 @@ def test_a_plan_that_protects_first_tokens_unalike_is_refused_before_anything_ch
         before = model(ids).logits
         with pytest.raises(ShapeError, match=r"as many first tokens or none, this one says \[2, 4\]"):
             attach(model, plan)
+        # Of other arguments, too.
+        alike = Plan((plan.layers[0],) * 2)
+        for wrong in ({"weights": {"x": torch.zeros(1)}}, {"orders": {"x": torch.zeros(1)}}):
+            with pytest.raises(ShapeError, match="name 'x'"):
+                attach(model, alike, **wrong)
         assert torch.equal(model(ids).logits, before)
     assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -26,7 +26,7 @@ from wide.models.gates import (
     skip_output,
 )
 from wide.models.having import having
-from wide.models.plan_check import attention_group_sizes, check_plan
+from wide.models.plan_check import attention_group_sizes, check_plan, first_tokens
 from wide.models.pretrained import (
     PRUNED_PREFIX,
     BaseFacts,
@@ -216,11 +216,12 @@ def attach(
     check_plan(plan, specs, tensors)
     _check_settings(config, orders, has_weights=bool(weights))
     state = Attachment(plan=plan, specs=specs, control=RoutingControl(Sampling()), base=fingerprint(model, specs))
-    _protect_first_tokens(model, state)
     if weights:
         state.replaced = ReplacedWeights(model, weights, state.control)
         state.parts += [(module, "forward") for module in state.replaced.wrap(model)]
     state.regrouped = RegroupedChannels(specs, plan, orders) if orders else None
+    # From here on nothing is refused.
+    _protect_first_tokens(model, state)
     install_attention_gates()
     _install_batch_threads()
     for spec, layer in zip(specs, plan.layers, strict=True):
@@ -328,10 +329,7 @@ def _check_settings(config: WideConfig | None, orders: Mapping[str, Tensor] | No
 
 
 def _protect_first_tokens(model: nn.Module, state: Attachment) -> None:
-    counts = {half.first_tokens for *_, half in state.plan.halves() if isinstance(half, Routed)} - {0}
-    if len(counts) > 1:
-        raise ShapeError(f"all routers of a plan protect as many first tokens or none, this one says {sorted(counts)}")
-    for count in counts:
+    for count in first_tokens(state.plan):
         decoder = getattr(model, "base_model", model)
         note = partial(note_first_tokens, state.control, count)
         state.handles.append(decoder.register_forward_pre_hook(note, with_kwargs=True))

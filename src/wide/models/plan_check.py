@@ -28,6 +28,8 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
     for spec, layer in zip(specs, plan.layers, strict=True):
         _check_attention(layer.attention, spec.attention, f"layer {spec.index}: attention")
         _check_ffn(layer, spec, f"layer {spec.index}: FFN")
+    if len(counts := first_tokens(plan)) > 1:
+        raise ShapeError(f"all routers of a plan protect as many first tokens or none, this one says {sorted(counts)}")
     stream, width = plan.stream, specs[0].hidden_size
     if stream is not None and not (stream.width == width and 1 <= stream.kept <= stream.width):
         raise ShapeError(
@@ -42,6 +44,11 @@ def check_plan(plan: Plan, specs: Sequence[BlockSpec], tensors: Mapping[str, Ten
             _require_plain_stream(spec)
         if any(isinstance(half, Skipped) for _, half in layer.halves()):
             _require_nothing_added(spec)
+
+
+def first_tokens(plan: Plan) -> set[int]:
+    """Return the numbers of first tokens that routers of a plan protect, of those that protect any."""
+    return {half.first_tokens for *_, half in plan.halves() if isinstance(half, Routed)} - {0}
 
 
 def attention_group_sizes(spec: AttentionSpec) -> list[int]:
