@@ -234,6 +234,38 @@ def test_thresholds_are_kept_where_nothing_is_trained_and_dropped_where_training
         set_sparsity(pruned, 0.3)
 
 
+def test_lora_that_was_never_trained_is_taken_off_again(tmp_path):
+    pytest.importorskip("peft")
+
+    class Stop(RandomSource):
+        def batch_at(self, step, **options):
+            if step == 4:
+                raise RuntimeError("crash")
+            return super().batch_at(step, **options)
+
+    def ready():
+        return prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2), sparsity=0.3)
+
+    recover(ready(), RandomSource(), stage=lora_stage(), output=tmp_path)
+    pruned = ready()
+    before = {name: (p.requires_grad, p.clone()) for name, p in pruned.named_parameters()}
+    with pytest.raises(ConfigError, match="other settings"):
+        recover(pruned, RandomSource(), stage=lora_stage(steps=7), output=tmp_path, resume=True)
+    weight = pruned.lm_head.weight
+    weight.data += 1
+    with pytest.raises(NotAttachedError, match="base weights changed"):
+        recover(pruned, RandomSource(), stage=lora_stage(), output=tmp_path / "other")
+    weight.data.copy_(before["lm_head.weight"][1])
+    assert attachment(pruned).lora is None
+    after = dict(pruned.named_parameters())
+    assert list(after) == list(before)
+    assert all(p.requires_grad == before[name][0] and torch.equal(p, before[name][1]) for name, p in after.items())
+    # What has moved stays.
+    with pytest.raises(RuntimeError, match="crash"):
+        recover(pruned, Stop(), stage=lora_stage())
+    assert attachment(pruned).lora is not None
+
+
 def test_checkpoints_from_before_an_option_existed_are_of_the_same_run(monkeypatch):
     base = routed_model()
     now = stages._facts(base, {}, stage())

@@ -43,7 +43,7 @@ class _LoraFacts(TypedDict):
 class LoraHandle:
     """LoRA on one attached model, put on by `add_lora`: its parameters, its files, merging and removal.
 
-    `trainable` are parameters of the base that were trainable before; they are again without LoRA.
+    `trainable` are parameters that were trainable before; they are again without LoRA.
     """
 
     def __init__(self, model: nn.Module, tuner: Any, trainable: Sequence[nn.Parameter] = ()) -> None:
@@ -68,6 +68,11 @@ class LoraHandle:
     def parameters(self) -> list[nn.Parameter]:
         """Return the LoRA matrices, float32."""
         return list(self.named_parameters().values())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the updates are still zero."""
+        return not any(bool(p.any()) for name, p in self.named_parameters().items() if ".lora_B." in name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the LoRA matrices on the CPU."""
@@ -224,9 +229,9 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
     if peft_adapters(model):
         raise NotAttachedError(f"PEFT has the adapter {peft_adapters(model)} on this model; merge it first")
     require_in_memory(model, "LoRA")
-    # PEFT freezes whatever is not its own; the routers' setting is restored at once, the base's without LoRA.
-    routers = {p for router in state.routers() for p in router.parameters() if p.requires_grad}
-    base = [p for p in model.parameters() if p.requires_grad and p not in routers]
+    # PEFT freezes whatever is not its own; the routers' setting is restored at once, all others without LoRA.
+    routers = [p for router in state.routers() for p in router.parameters() if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad]
     try:
         tuner = LoraModel(model, config, OWN_LORA)
     except ValueError as error:
@@ -236,7 +241,7 @@ def _inject(model: nn.Module, config: Any) -> LoraHandle:
         ) from error
     for parameter in routers:
         parameter.requires_grad_(True)
-    handle = LoraHandle(model, tuner, base)
+    handle = LoraHandle(model, tuner, trainable)
     for parameter in handle.parameters():
         parameter.data = parameter.data.float()
     for module in tuner.modules():

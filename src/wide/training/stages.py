@@ -182,6 +182,7 @@ def recover(
     parallel = DataParallel.from_environment(model_device(model))
     micro_batch_size(stage, parallel.world)
     source = batch_source(data, model, tokenizer=tokenizer, stage=stage)
+    came_bare = state.lora is None
     if state.lora is None or state.lora.merged:
         with own_randomness(model_device(model), stage.seed):
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
@@ -205,7 +206,14 @@ def recover(
     if calibrate_threshold is None:
         calibrate_threshold = state.provenance.get("prune", {}).get("inference", {}).get("adjusted", True)
     calibrate = calibrate_threshold and train_routers
-    _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)
+    try:
+        _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)
+    except BaseException:
+        # What was refused before a step has changed nothing; later the routers have moved with LoRA.
+        if came_bare and state.lora is not None and state.lora.is_new:
+            state.lora.unload()
+            state.lora = None
+        raise
     return model
 
 
