@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -113,6 +114,17 @@ def test_a_crash_while_writing_leaves_no_cache(tokenizer, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         stream_on_disk(failing(), tokenizer, tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_text_is_not_one_of_the_cache(tokenizer, tmp_path):
+    def streamed():
+        yield from DOCUMENTS
+        # As of a connection: it has a number, and no file.
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    with pytest.raises(ConnectionResetError) as raised:
+        stream_on_disk(streamed(), tokenizer, tmp_path / "cache")
+    assert raised.value.filename is None
 
 
 def test_a_damaged_cache_is_refused(tokenizer, tmp_path):

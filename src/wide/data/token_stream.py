@@ -60,8 +60,7 @@ def stream_on_disk(
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            with naming(folder):
-                _write(_tokenized(documents, tokenizer, max_tokens), unfinished)
+            _write(_tokenized(documents, tokenizer, max_tokens), unfinished, folder)
             unfinished.rename(folder)
         except OSError:
             # Another process may have been quicker; its folder holds the same stream.
@@ -72,19 +71,28 @@ def stream_on_disk(
     return _open(folder)
 
 
-def _write(pieces: Iterable[npt.NDArray[np.uint32]], folder: Path) -> None:
+def _write(pieces: Iterable[npt.NDArray[np.uint32]], folder: Path, name: Path) -> None:
+    """Write into a folder that will have a name; errors of reading the text are not about it."""
     starts, length, largest = [], 0, 0
-    with (folder / _TOKENS).open("wb") as file:
+    file = (folder / _TOKENS).open("wb")
+    try:
         for ids in pieces:
             starts.append(length)
             length += len(ids)
             largest = max(largest, int(ids.max(initial=0)))
-            file.write(ids.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    np.array(starts, dtype=np.int64).tofile(folder / _STARTS)
-    facts = {"tokens": length, "documents": len(starts), "largest_id": largest}
-    (folder / _FACTS).write_text(json.dumps(facts) + "\n")
+            with naming(name):
+                file.write(ids.tobytes())
+        with naming(name):
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        # It writes what a write could not.
+        with naming(name):
+            file.close()
+    with naming(name):
+        np.array(starts, dtype=np.int64).tofile(folder / _STARTS)
+        facts = {"tokens": length, "documents": len(starts), "largest_id": largest}
+        (folder / _FACTS).write_text(json.dumps(facts) + "\n")
 
 
 def _tokenized(
