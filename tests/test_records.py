@@ -1,7 +1,11 @@
 """Records: what is appended comes back, whatever happened while writing."""
 
 import json
+import multiprocessing
+import os
 import resource
+import shutil
+import signal
 
 import pytest
 from hypothesis import given
@@ -11,7 +15,7 @@ from wide.data.documents import Document
 from wide.data.token_stream import stream_on_disk
 from wide.errors import DataError
 from wide.records import Record, RecordFile, fingerprint, read_records
-from wide.writing import whole_folder, write_whole
+from wide.writing import unfinished_folder, whole_folder, write_whole
 
 
 def test_records_come_back_with_where_and_when_they_were_measured(tmp_path):
@@ -99,3 +103,67 @@ def test_what_does_not_fit_on_the_disk_is_named(write, tmp_path):
             write(tmp_path / "file")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _write_and_stop(target, at, ready):
+    """Write a folder as far as a moment, say so, and wait to be killed."""
+
+    def stop(*_, **__):
+        ready.set()
+        signal.pause()
+
+    if at == "between the renames":
+        rename = type(target).rename
+        type(target).rename = lambda path, to: stop() if path.name.endswith(".writing") else rename(path, to)
+    if at == "behind the renames":
+        remove = shutil.rmtree
+        shutil.rmtree = lambda path, **how: stop() if path.name.endswith(".earlier") else remove(path, **how)
+    with whole_folder(target) as folder:
+        (folder / "content").write_text("new")
+        if at == "while writing":
+            stop()
+
+
+@pytest.mark.parametrize("at", ["while writing", "between the renames", "behind the renames"])
+def test_what_a_killed_process_left_goes_with_the_next_write_and_a_live_ones_stays(at, tmp_path):
+    target, context = tmp_path / "adapter", multiprocessing.get_context("fork")
+    for path in (target, tmp_path / ".adapter.mine", tmp_path / ".adapter.v2.abcdefgh.writing.earlier"):
+        path.mkdir()
+        (path / "content").write_text("earlier")
+    others, ready = set(tmp_path.iterdir()), context.Event()
+    process = context.Process(target=_write_and_stop, args=(target, at, ready))
+    process.start()
+    assert ready.wait(60)
+    left = set(tmp_path.iterdir()) - others
+    assert left
+    with unfinished_folder(target):
+        # It lives.
+        assert left <= set(tmp_path.iterdir())
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    if at == "between the renames":
+        with pytest.raises(RuntimeError), whole_folder(target) as folder:
+            raise RuntimeError("no adapter after all")
+        # The only whole one.
+        (kept,) = set(tmp_path.iterdir()) - others
+        assert (kept / "content").read_text() == "earlier"
+    with whole_folder(target) as folder:
+        (folder / "content").write_text("newest")
+    assert set(tmp_path.iterdir()) == others
+    assert (target / "content").read_text() == "newest"
+
+
+def test_a_token_cache_whose_process_was_killed_goes_with_the_next_one(tmp_path):
+    folder = tmp_path / "tokens-1"
+
+    def texts():
+        yield Document(name="a", text="a")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=stream_on_disk, args=(texts(), words, folder))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    stream_on_disk([Document(name="a", text="a")], words, folder)
+    assert list(tmp_path.iterdir()) == [folder]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +15,7 @@ from wide.data.documents import Document
 from wide.data.progress import steps
 from wide.data.tokenizer import document_tokens
 from wide.errors import DataError
-from wide.writing import naming
+from wide.writing import naming, unfinished_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,17 +55,14 @@ def stream_on_disk(
     content does not fit what it says of itself.
     """
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
-            _write(_tokenized(documents, tokenizer, max_tokens), unfinished, folder)
-            unfinished.rename(folder)
+            with unfinished_folder(folder) as unfinished:
+                _write(_tokenized(documents, tokenizer, max_tokens), unfinished, folder)
+                unfinished.rename(folder)
         except OSError:
             # Another process may have been quicker; its folder holds the same stream.
             if not folder.exists():
                 raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
     return _open(folder)
 
 
