@@ -131,6 +131,7 @@ def test_training_meets_the_target_with_the_routers_alone(row, settings, form, r
     assert record["objective"]["target"] == ("uniform" if getattr(settings, "uniform", False) else "mean")
     assert effort.tokens_backward == steps * 16 * 64
     assert any("samples" in sentence for sentence in deviations)
+    assert original == any("LoRA, the same for all rows" in sentence for sentence in deviations)
     assert all(parameter.grad is None for name, parameter in model.named_parameters() if "wide_router" not in name)
 
 

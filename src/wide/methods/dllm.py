@@ -56,6 +56,7 @@ def route_original(specs: Sequence[BlockSpec], settings: DLLMOriginalConfig, ask
         stage=dataclasses.replace(asked.stage, temperature_start=heat, temperature_end=heat),
         deviations=(
             "routers are trained before LoRA, the original trains both together",
+            "LoRA has the recipe of all rows, its temperatures included; the original's temperature is 1 throughout",
             f"the penalty is on the mean skip rate with a weight of {asked.objective.weight:g} throughout; the "
             "original's on that of every token with a weight that rises from 0 to 5",
             "steps, sizes and learning rate are those of all rows; the original's are 10 epochs of its task at 9e-3 x "

@@ -47,6 +47,7 @@ def route_original(specs: Sequence[BlockSpec], settings: SkipGPTOriginalConfig, 
         objective=dataclasses.replace(asked.objective, weight=settings.weight),
         initialise=None if settings.router_init == "kaiming" else partial(Router.reset_parameters, like_linear=True),
         deviations=(
+            "LoRA, the same for all rows, trains routers on at its own temperatures; the original freezes them",
             "inference routes by margin, the original samples at temperature 1",
             "padding is left out of the skip rate, the original counts it",
         ),
