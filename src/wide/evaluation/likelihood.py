@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from wide.data.progress import progress
 from wide.errors import EvaluationError
 from wide.models.observe import model_device
+from wide.models.packing import unpacked
 
 # A forward holds `batch_size` rows, and more of them while they are short: up to so many tokens for each.
 _TOKENS_PER_ROW = 256
@@ -30,6 +31,7 @@ class Row:
     continuations: list[tuple[int, Sequence[int]]] = field(default_factory=list)
 
 
+@unpacked()
 def log_likelihoods(
     model: nn.Module,
     requests: Sequence[tuple[Sequence[int], Sequence[int]]],

@@ -22,6 +22,7 @@ from wide.data.tokenizer import block_start, check_vocabulary, require_character
 from wide.errors import EvaluationError
 from wide.models.cost import SkipCounter
 from wide.models.observe import judging, model_device, observe
+from wide.models.packing import unpacked
 from wide.standard_error import ratio_stderr
 
 # Rows of logits that are turned to float32 at a time: 512 MiB for a vocabulary of 128k.
@@ -55,6 +56,7 @@ class PerplexityResult:
         return {key: value for key, value in asdict(self).items() if key != "windows"}
 
 
+@unpacked()
 def token_perplexity(
     model: nn.Module,
     data: TokenBlocks | str | Iterable[Document | str],

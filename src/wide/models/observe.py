@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wide.errors import NotAttachedError, ShapeError
 from wide.models.attach import attachment
 from wide.models.having import having
+from wide.models.packing import unpacked
 from wide.models.sharding import is_sharded
 from wide.routing import LayerRouting, Routing
 
@@ -59,6 +60,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+@unpacked()
 def forward_without_head(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> None:
     """Run the decoder layers for token ids int64 `[B, T]`, with a mask of padding, for what is observed on the way."""
     if is_sharded(model):

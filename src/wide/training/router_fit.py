@@ -27,6 +27,7 @@ from wide.errors import UnsupportedModelError
 from wide.models.attach import attachment
 from wide.models.cost import Measure, half_weights
 from wide.models.observe import bypass, judging, model_device
+from wide.models.packing import unpacked
 from wide.models.router import ALWAYS, Router
 from wide.models.sharding import as_first_has_it, whole
 from wide.models.thresholds import calibrate_thresholds, forget_thresholds, set_sparsity
@@ -264,6 +265,7 @@ def _gradient_sizes(
     return {key: float(torch.cat(sizes).median().clamp_min(_SMALLEST).log()) for key, sizes in found.items()}
 
 
+@unpacked()
 def _loss(model: Any, batch: TokenBatch) -> Tensor:
     """Return the sum of the losses of all tokens, nats."""
     logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask(), use_cache=False).logits

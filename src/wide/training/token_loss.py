@@ -16,6 +16,7 @@ from torch.nn import functional
 from wide.data.batches import IGNORED
 from wide.models.discovery import scale_and_cap
 from wide.models.having import having
+from wide.models.packing import unpacked
 
 # 256 MiB of float32 a chunk: enough rows to keep a GPU busy with the product.
 ELEMENTS_PER_CHUNK = 1 << 26
@@ -67,10 +68,11 @@ class OutputHead:
         # Whether that is all the model does, and leaves the head whole, which the first forward shows.
         self._is_all: bool | None = None
 
+    @unpacked()
     def states(self, run: Callable[..., Any], **inputs: Any) -> tuple[Tensor, "OutputHead | None"]:
         """Return what the head reads, `[B, T, D]`, and the head; of a model that does more, its logits and None.
 
-        `run` is the model, or what stands in for it.
+        `run` is the model, or what stands in for it; `inputs` are without position ids.
         """
         # A head that is trained, if only its bias or by LoRA, runs as the model has it.
         is_plain = isinstance(self._linear, nn.Linear) and not any(
