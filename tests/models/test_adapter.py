@@ -24,7 +24,7 @@ from wide.materialisation.materialise import materialise
 from wide.models.adapter import CONFIG_FILE, ROUTER_FILE, load, save
 from wide.models.attach import attach, attachment, detach, is_attached
 from wide.models.files import SUMS
-from wide.models.lora import add_lora, merge_lora
+from wide.models.lora import add_lora, merge_lora, without_lora
 from wide.models.pretrained import is_pruned_checkpoint, load_pretrained, load_skeleton
 from wide.models.thresholds import set_sparsity
 from wide.plan import Dense, LayerPlan, Plan, Routed, Skipped
@@ -639,6 +639,17 @@ def test_an_offloaded_checkpoint_runs_and_cannot_be_trained_or_saved(tmp_path, k
         assert {router.threshold for router in attachment(again).routers()} == {1.0}
         assert attachment(again).thresholds_by_sparsity
         assert attachment(again).loop is None
+
+
+def test_lora_is_switched_off_without_asking_modules_for_what_they_lack(monkeypatch):
+    model = pruned(lora=True)
+    asked, ask = [], torch.nn.Module.__getattr__
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", lambda module, name: asked.append(name) or ask(module, name))
+    with without_lora(model):
+        assert not asked
+        off = [module for module in model.modules() if vars(module).get("_disable_adapters")]
+    assert len(off) == 7 * len(attachment(model).specs)
+    assert not any(vars(module).get("_disable_adapters") for module in model.modules())
 
 
 def test_without_lora_the_base_is_trainable_as_before(tmp_path):
