@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import RandomSource, dense_model, stage
 from tiny import batch as random_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from wide.config import ObjectiveConfig, WideConfig
@@ -55,6 +57,49 @@ def test_an_assignment_is_balanced_and_nearly_the_cheapest(places, capacity, see
     regret, spread = float((two[:, -1] - two[:, 0]).mean()), float((cost.amax(1) - cost.amin(1)).mean())
     slack = 0.3 * len(cost) * (regret + 0.01 * spread) + 1e-9 * float(cost.abs().max())
     assert least - slack * 1e-6 <= found <= least + slack
+
+
+def assigned_a_bid_at_a_time(cost, capacity):
+    """The same auction in plain words, with a look at every bid."""
+    cost, overshoot = cost.double(), channel_groups._overshoot(cost.double())
+    price, chosen = torch.zeros(cost.shape[1], dtype=torch.float64), cost.argmin(1)
+    while (load := torch.bincount(chosen, minlength=len(price))).max() > capacity:
+        before, asked = chosen.clone(), cost + price
+        for place in (load > capacity).nonzero().flatten().tolist():
+            items = (before == place).nonzero().flatten()
+            elsewhere = asked[items].clone()
+            elsewhere[:, place] = torch.inf
+            other, where = elsewhere.min(1)
+            loss = other - asked[items, place]
+            first = loss.argsort(stable=True)[: load[place] - capacity]
+            price[place] += loss[first].clamp_min(0.0).max() + overshoot
+            chosen[items[first]] = where[first]
+        overshoot *= 1.01
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "skewed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_bids_are_those_of_a_plain_auction_and_seldom_looked_at(kind, seed):
+    cost = torch.randn(240, 8, generator=torch.Generator().manual_seed(seed))
+    cost = {"normal": cost, "ties": cost.round(), "skewed": cost + 3 * torch.arange(8)}[kind]
+    looks = Counter()
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            # By what makes the host wait for a GPU: numbers that are read, and shapes that depend on values.
+            looks["bids"] += function is torch.ops.aten.scatter_reduce.two
+            looks["read"] += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            is_index = function is torch.ops.aten.index.Tensor
+            looks["read"] += is_index and any(i is not None and i.dtype == torch.bool for i in args[1])
+            looks["read"] += function is torch.ops.aten.bincount.default
+            return function(*args, **(kwargs or {}))
+
+    with Watching():
+        chosen = balanced_assignment(cost, 30)
+    assert torch.equal(chosen, assigned_a_bid_at_a_time(cost, 30))
+    assert looks["bids"] >= 8
+    assert looks["read"] <= 4 + looks["bids"] // 8
 
 
 def test_places_that_nearly_all_like_alike_do_not_bid_forever():

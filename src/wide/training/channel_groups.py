@@ -32,6 +32,7 @@ _ROUNDS = 10
 # How far a price overshoots at first, of the mean difference between a channel's two cheapest groups, and by which
 # factor more from one bid to the next.
 _OVERSHOOT, _GROWTH = 0.1, 1.01
+_BIDS_BETWEEN_LOOKS = 8
 # Of one layer: 4 GiB in float32, of which the clustering needs a few copies.
 _MOST_VALUES = 1 << 30
 
@@ -134,26 +135,25 @@ def balanced_assignment(cost: Tensor, capacity: int) -> Tensor:
     overshoot = _overshoot(cost)
     price = cost.new_zeros(num_places)
     chosen = cost.argmin(1)
-    load = torch.bincount(chosen, minlength=num_places)
+    one, at = torch.ones_like(chosen), torch.arange(num_items, device=cost.device)
+    load = chosen.new_zeros(num_places).scatter_add_(0, chosen, one)
     while int(load.max()) > capacity:
-        full = load > capacity
-        items = full[chosen].nonzero().squeeze(1)
-        # By place, those that lose least elsewhere first.
-        asked = cost[items] + price
-        own = asked.gather(1, chosen[items, None])
-        other, where = asked.scatter(1, chosen[items, None], torch.inf).min(1)
-        loss = other - own.squeeze(1)
-        order = loss.argsort(stable=True)
-        order = order[chosen[items[order]].argsort(stable=True)]
-        items, where, loss = items[order], where[order], loss[order]
-        place, members = chosen[items], load.where(full, 0)
-        rank = torch.arange(len(items), device=cost.device) - (members.cumsum(0) - members)[place]
-        leaves = rank < (load - capacity)[place]
-        rise = torch.zeros_like(price).scatter_reduce(0, place[leaves], loss[leaves].clamp_min(0.0), "amax")
-        price += (rise + overshoot).where(full, 0.0)
-        chosen[items[leaves]] = where[leaves]
-        load = torch.bincount(chosen, minlength=num_places)
-        overshoot *= _GROWTH
+        # Only the look above waits for the device: shapes are fixed, and a bid where no place is full changes nothing.
+        for _ in range(_BIDS_BETWEEN_LOOKS):
+            asked, own_place = cost + price, chosen[:, None]
+            other, where = asked.scatter(1, own_place, torch.inf).min(1)
+            loss = other - asked.gather(1, own_place).squeeze(1)
+            # By place, those that lose least elsewhere first.
+            order = loss.argsort(stable=True)
+            order = order[chosen[order].argsort(stable=True)]
+            place, loss = chosen[order], loss[order]
+            stays = at - (load.cumsum(0) - load)[place] >= (load - capacity)[place]
+            lost = loss.clamp_min(0.0).masked_fill(stays, 0.0)
+            rise = torch.zeros_like(price).scatter_reduce(0, place, lost, "amax")
+            price += (rise + overshoot).masked_fill(load <= capacity, 0.0)
+            chosen[order] = place.where(stays, where[order])
+            load = torch.zeros_like(load).scatter_add_(0, chosen, one)
+            overshoot *= _GROWTH
     return chosen
 
 
