@@ -24,7 +24,7 @@ from wide.models.observe import bypass, force_routing, observe
 from wide.models.thresholds import calibrate_thresholds, measure_sparsity, set_sparsity
 from wide.routing import LayerRouting
 from wide.training import channel_groups, router_fit
-from wide.training.activations import in_passes
+from wide.training.activations import in_passes, read_inputs
 from wide.training.channel_groups import balanced_assignment, channel_order, skip_cost, thinned
 from wide.training.router_fit import crucial_groups, fit_routers, fitted_margins, group_energy
 from wide.training.stages import prune
@@ -586,6 +586,40 @@ def test_groups_that_cost_far_more_than_their_work_are_found(price, with_crucial
     )
     assert 0 < len(found) < len(costs)
     assert not any(output._forward_pre_hooks for output in outputs)
+
+
+class Readings(TorchDispatchMode):
+    """Counts values that the host asks for, and shapes that depend on values; places of chunks are always its own."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default and args[0].dtype != torch.int64
+        self.count += function is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool
+        return function(*args, **(kwargs or {}))
+
+
+def test_costs_of_groups_of_one_size_are_read_together(with_crucial_groups, monkeypatch):
+    monkeypatch.setattr(router_fit, "_CRUCIAL", 0.0)
+    monkeypatch.setattr(router_fit, "_LEAST", -math.inf)
+    model, text, costs = with_crucial_groups
+    outputs = [layer.get_submodule(n) for layer in model.model.layers for n in ("self_attn.o_proj", "mlp.down_proj")]
+    share, seen = dict.fromkeys(range(len(outputs)), 0.0), []
+    with Readings() as readings, model.register_forward_hook(lambda *_: seen.append(readings.count)):
+        found = crucial_groups(model, dict(enumerate(outputs)), share, text)
+    assert len(found) == len(costs)
+    # Masks of padding are made before, and nothing is read between forwards.
+    assert len(set(seen)) == 1 < len(costs) < len(seen)
+
+
+def test_what_modules_read_is_looked_at_once_a_batch():
+    model, text = dense_model(), [random_batch(seed=seed, padding=seed) for seed in range(3)]
+    modules = {name: module for name, module in model.named_modules() if name.endswith("_proj")}
+    with Readings() as readings:
+        found = read_inputs(model, modules, text, title="inputs", keep=lambda _, rows: rows.clone())
+    assert {rows.shape[0] for rows in found.values()} == {sum(int(batch.valid.sum()) for batch in text)}
+    # For padding, by transformers for its masks, and for what is not finite.
+    assert readings.count <= 4 * len(text) < len(modules)
 
 
 def test_crucial_groups_execute_always_and_training_does_not_change_that(with_crucial_groups):

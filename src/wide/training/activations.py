@@ -59,16 +59,15 @@ def read_inputs(
     its key; without it that is all, as bfloat16. Raises TrainingError if an input is not finite.
     """
     found: dict[K, list[Tensor]] = {key: [] for key in modules}
-    valid: list[Tensor] = []
+    # Of the running batch: places of its tokens, and per module whether what it read is finite, looked at once.
+    places: list[Tensor] = []
+    finite: list[tuple[Tensor, torch.dtype]] = []
 
     def note(key: K, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = input_of(args, kwargs)
-        rows = hidden.flatten(0, -2)[valid[-1].to(hidden.device)]
-        # Nothing can be fitted to these, and clustering them would never end.
-        if not rows.isfinite().all():
-            raise TrainingError(
-                f"{title}: inf or nan in {hidden.dtype}; load a base that is whole, in bfloat16 or float32"
-            )
+        places[0] = places[0].to(hidden.device)
+        rows = hidden.flatten(0, -2).index_select(0, places[0])
+        finite.append((rows.isfinite().all().to(device), rows.dtype))
         found[key].append((rows.to(torch.bfloat16) if keep is None else keep(key, rows)).cpu())
 
     device = next(model.parameters()).device
@@ -76,9 +75,15 @@ def read_inputs(
         for key, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(note, key), with_kwargs=True))
         for batch in progress(batches, title=title, unit="batch"):
-            valid.append(batch.valid.flatten())
-            moved = batch.to(device)
-            forward_without_head(model, moved.input_ids, moved.attention_mask())
+            places[:], mask = [batch.valid.flatten().nonzero().squeeze(1)], batch.attention_mask()
+            finite.clear()
+            forward_without_head(model, batch.input_ids.to(device), None if mask is None else mask.to(device))
+            # Nothing can be fitted to these, and clustering them would never end.
+            if finite and not torch.stack([flag for flag, _ in finite]).all():
+                wrong = next(dtype for flag, dtype in finite if not flag)
+                raise TrainingError(
+                    f"{title}: inf or nan in {wrong}; load a base that is whole, in bfloat16 or float32"
+                )
     # One after the other: all of the pieces beside all of the wholes would be twice the memory.
     return {key: torch.cat(found.pop(key)) for key in list(found)}
 

@@ -154,22 +154,32 @@ def crucial_groups(
             left -= few.input_ids.numel()
     tokens = sum(num_targets(target_labels(few)) for few in text)
 
-    def loss_without(key: int, groups: range) -> float:
+    masks = [few.attention_mask() for few in text]
+
+    def loss_without(key: int, groups: range) -> Tensor:
         size = outputs[key].in_features // attachment(model).routers()[key].num_groups
-        part = torch.arange(groups.start * size, groups.stop * size)
-        with outputs[key].register_forward_pre_hook(lambda _m, x: (x[0].index_fill(-1, part.to(x[0].device), 0.0),)):
-            total = sum(_loss(model, few).double() for few in text) / max(tokens, 1)
-        return float(as_first_has_it(model, torch.as_tensor(total)))
+
+        def skip(_module: nn.Module, x: tuple[Tensor, ...]) -> tuple[Tensor]:
+            part = torch.arange(groups.start * size, groups.stop * size, device=x[0].device)
+            return (x[0].index_fill(-1, part, 0.0),)
+
+        with outputs[key].register_forward_pre_hook(skip):
+            total = sum(_loss(model, few, mask).double() for few, mask in zip(text, masks, strict=True))
+        return torch.as_tensor(total / max(tokens, 1))
 
     with judging(model), bypass(model):
-        dense = loss_without(0, range(0))
-        for key, router in enumerate(progress(attachment(model).routers(), title="what groups cost", unit="router")):
-            waiting = [range(router.num_groups)]
-            while waiting:
-                groups = waiting.pop()
-                cost, half = loss_without(key, groups) - dense, len(groups) // 2
-                if cost >= max(_CRUCIAL * share[key], _LEAST):
-                    waiting += [groups[:half], groups[half:]] if half else []
+        wanted = [(0, range(0)), *((key, range(r.num_groups)) for key, r in enumerate(attachment(model).routers()))]
+        dense: float | None = None
+        while wanted:
+            # All of a size run before one is read, which waits for the device.
+            losses = [loss_without(*each) for each in progress(wanted, title="what groups cost", unit="forward")]
+            values: list[float] = as_first_has_it(model, torch.stack(losses)).tolist()
+            tried, wanted = wanted, []
+            dense = values[0] if dense is None else dense
+            for (key, groups), loss in zip(tried, values, strict=True):
+                cost, half = loss - dense, len(groups) // 2
+                if len(groups) and cost >= max(_CRUCIAL * share[key], _LEAST):
+                    wanted += [(key, groups[:half]), (key, groups[half:])] if half else []
                     found += [] if half else [(cost, key, groups[0])]
     return found
 
@@ -254,7 +264,7 @@ def _gradient_sizes(
             # One sequence at a time: a model that fits only as a dense teacher must hold a backward here.
             for sequence in batch.split(1):
                 moved = sequence.to(model_device(model))
-                gradients = torch.autograd.grad(_loss(model, moved), list(running.values()))
+                gradients = torch.autograd.grad(_loss(model, moved, moved.attention_mask()), list(running.values()))
                 for key, gradient in zip(running, gradients, strict=True):
                     sizes = gradient.flatten(0, -2).float().norm(dim=-1)
                     found[key].append(sizes[moved.valid.flatten().to(sizes.device)].cpu())
@@ -266,9 +276,9 @@ def _gradient_sizes(
 
 
 @unpacked()
-def _loss(model: Any, batch: TokenBatch) -> Tensor:
-    """Return the sum of the losses of all tokens, nats."""
-    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask(), use_cache=False).logits
+def _loss(model: Any, batch: TokenBatch, mask: Tensor | None) -> Tensor:
+    """Return the sum of the losses of all tokens, nats; `mask` is of padding, as `attention_mask` gives it."""
+    logits = model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False).logits
     return token_losses(logits, target_labels(batch))[0]
 
 
