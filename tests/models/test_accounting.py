@@ -9,6 +9,7 @@ from materialise_plans import stream_plan as random_stream
 from materialise_plans import twins, width_plan
 from plans import kept_plan, layer_skip_plan, module_skip_plan, skipped_plan, stream_plan
 from test_replaced import dense_plan
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from wide.config import WideConfig
@@ -327,3 +328,32 @@ def test_counting_stands_for_json_and_ignores_lora():
     add_lora(model, rank=2)
     assert static_sparsity(model) == before
     assert json.loads(json.dumps(before.to_json()))["layers"] == [[0.25, 0.25], [0.25, 0.25]]
+
+
+def test_all_masks_of_a_forward_are_counted_at_once():
+    model = attach(make("llama"), WideConfig(ffn_group_size=16, router_rank=4))
+    routers = attachment(model).routers()
+    generator = torch.Generator().manual_seed(0)
+    counts = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[-1] += 1
+            return function(*args, **(kwargs or {}))
+
+    counter, skipped, tokens = SkipCounter(model), [0.0] * len(routers), 0
+    for length in (7, 12):
+        valid = torch.rand(2, length, generator=generator) < 0.8
+        routing, tokens = [LayerRouting() for _ in model.model.layers], tokens + int(valid.sum())
+        for place, router in enumerate(routers):
+            mask = torch.rand(2, length, router.num_groups, generator=generator) < 0.3
+            setattr(routing[router.layer_index], router.half_layer, mask)
+            skipped[place] += float((~mask & valid.unsqueeze(-1)).sum()) / router.num_groups
+        counts.append(0)
+        with Watching():
+            counter.add(routing, valid)
+    found = [rate for pair in counter.result().layers for rate in pair]
+    assert found == pytest.approx([count / tokens for count in skipped], abs=1e-12)
+    assert counter.result().tokens == tokens
+    # However many layers there are: a view of each mask apart.
+    assert max(counts) <= 10 + len(routers)

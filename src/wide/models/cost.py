@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from wide.errors import ConfigError
@@ -188,29 +189,37 @@ class SkipCounter:
         self._costs = model_costs(model)
         self._counts_dense = state.plan.is_static
         self._has_ffn = any(spec.ffn is not None for spec in state.specs)
-        self._executed: dict[tuple[int, str], Tensor] = {}
+        # Of all groups of sublayers whose masks lie together, by layer, half and number of groups of each.
+        self._executed: dict[tuple[tuple[int, str, int], ...], Tensor] = {}
         self._tokens: Tensor | int = 0
 
     def add(self, routing: Routing, valid: Tensor | None = None) -> None:
         """Add one forward: masks of every layer, `[B, T, N_G]`; `valid`, bool `[B, T]`, is False for padding."""
-        tokens: Tensor | int = 0
+        masks: dict[torch.device, dict[tuple[int, str, int], Tensor]] = {}
         for index, layer in enumerate(routing):
             for sublayer in ("attention", "ffn"):
                 mask = getattr(layer, sublayer)
-                if mask is None:
-                    continue
-                counted = mask.detach().bool() if valid is None else mask.detach().bool() & valid.unsqueeze(-1)
-                key = (index, sublayer)
-                self._executed[key] = self._executed.get(key, 0) + counted.flatten(0, -2).sum(0)
-                tokens = mask[..., 0].numel() if valid is None else valid.sum()
-        # Without routers nothing depends on the tokens, and none are counted.
-        self._tokens = self._tokens + tokens
+                if mask is not None:
+                    key = (index, sublayer, mask.shape[-1])
+                    masks.setdefault(mask.device, {})[key] = mask.detach().bool()
+        for device, found in masks.items():
+            # Of all sublayers together: a handful of kernels for each would take as long as the layers of small models.
+            joined = torch.cat([*found.values()], dim=-1)
+            counted = joined if valid is None else joined & valid.to(device).unsqueeze(-1)
+            self._executed[(*found,)] = self._executed.get((*found,), 0) + counted.flatten(0, -2).sum(0)
+        if masks:
+            # Without routers nothing depends on the tokens, and none are counted.
+            self._tokens = self._tokens + (joined[..., 0].numel() if valid is None else valid.sum())
 
     def result(self) -> Sparsity:
         """Return the rates so far (waits for the device)."""
         layers = self._costs.layers
         tokens = int(self._tokens)
-        by_sublayer = {key: float(1 - (n.cpu().double() / max(tokens, 1)).mean()) for key, n in self._executed.items()}
+        sums: dict[tuple[int, str], Any] = {}
+        for keys, counts in self._executed.items():
+            for (index, half, _), n in zip(keys, counts.cpu().split([size for *_, size in keys]), strict=True):
+                sums[index, half] = sums.get((index, half), 0) + n
+        by_sublayer = {key: float(1 - (n.double() / max(tokens, 1)).mean()) for key, n in sums.items()}
         skipped = [(by_sublayer.get((i, "attention")), by_sublayer.get((i, "ffn"))) for i in range(len(layers))]
         rates = [
             (_combined(a, layer.attention_removed), _combined(f, layer.ffn_removed))
