@@ -9,6 +9,7 @@ from families import make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wide.config import WideConfig
 from wide.data.batches import TokenBatch
@@ -20,6 +21,7 @@ from wide.models.discovery import discover
 from wide.models.observe import bypass, observe
 from wide.models.thresholds import (
     DEFAULT_POINTS,
+    MarginHistogram,
     _bins,
     _edge,
     balanced_thresholds,
@@ -213,3 +215,25 @@ def test_files_of_checkpoints_hold_thresholds_in_their_configuration_alone(tmp_p
     for one in (loaded, again):
         assert {router.threshold for router in attachment(one).routers()} == {0.25}
         assert len([name for name in one.state_dict() if name.endswith(".threshold")]) == 4
+
+
+def test_margins_are_counted_without_waiting_for_the_device(model):
+    waits = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            # Values that the host asks for, and shapes that depend on values.
+            is_index = function is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool
+            is_read = function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.bincount.default)
+            waits.extend([function] * (is_index or is_read))
+            return function(*args, **(kwargs or {}))
+
+    (batch,) = batches(1, seed=0, padding=3)
+    histogram = MarginHistogram(model, "mean")
+    with torch.no_grad(), observe(model) as routing:
+        model(input_ids=batch.input_ids)
+        with Watching():
+            histogram.add(routing, batch.valid)
+    histogram.agree(model)
+    assert not waits
+    assert histogram.sparsity == pytest.approx(counted(model, [batch]).mean)

@@ -35,43 +35,48 @@ _NUM_BINS = 1 << (32 - _SHIFT)
 
 
 class MarginHistogram:
-    """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory."""
+    """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory.
+
+    They are counted on the model's device, without waiting for it, until `agree` fetches what was counted.
+    """
 
     def __init__(self, model: nn.Module, measure: Measure) -> None:
         self._routers = attachment(model).routers()
         weights = half_weights(model, measure)
         self._weights = [weight / router.num_groups for weight, router in zip(weights, self._routers, strict=True)]
-        self._mass = torch.zeros(_NUM_BINS, dtype=torch.float64)
-        self._skipped = 0.0
-        self._tokens = 0
+        device = next(model.parameters()).device
+        self._mass = torch.zeros(_NUM_BINS, dtype=torch.float64, device=device)
+        self._skipped = self._mass.new_zeros(())
+        self._tokens = self._mass.new_zeros(())
 
     def add(self, routing: Routing, valid: Tensor) -> None:
         """Count the margins of one forward at the tokens that are not padding; `valid` is bool `[B, T]`."""
         for router, weight in zip(self._routers, self._weights, strict=True):
             layer = routing[router.layer_index]
-            margin = getattr(layer, f"{router.half_layer}_margin")[valid]
-            mask = getattr(layer, router.half_layer)[valid].bool()
+            margin, mask = getattr(layer, f"{router.half_layer}_margin"), getattr(layer, router.half_layer).bool()
             # Whatever their margins are, the first tokens of a sequence may execute always.
             margin = margin.masked_fill(mask & (margin < router.threshold), math.inf)
-            self._mass += weight * torch.bincount(_bins(margin).flatten(), minlength=_NUM_BINS).cpu().double()
-            self._skipped += weight * int((~mask).sum())
-        self._tokens += int(valid.sum())
+            counted = valid.to(mask.device).unsqueeze(-1).expand_as(mask)
+            bins = torch.zeros(_NUM_BINS, dtype=torch.int64, device=mask.device)
+            bins.scatter_add_(0, _bins(margin).flatten(), counted.long().flatten())
+            self._mass += weight * bins.to(self._mass.device).double()
+            self._skipped += weight * (~mask & counted).sum().to(self._mass.device).double()
+        self._tokens += valid.sum()
 
     def agree(self, model: nn.Module) -> None:
         """Take what the first of the processes counted that share a model."""
-        counted = torch.tensor([self._skipped, self._tokens], dtype=torch.float64)
-        found = as_first_has_it(model, torch.cat([self._mass, counted]))
-        self._mass, self._skipped, self._tokens = found[:-2], float(found[-2]), int(found[-1])
+        found = as_first_has_it(model, torch.cat([self._mass, torch.stack([self._skipped, self._tokens])])).cpu()
+        self._mass, self._skipped, self._tokens = found[:-2], found[-2], found[-1]
 
     @property
     def sparsity(self) -> float:
         """Skipped share of the decisions that were actually taken."""
         # Where everything is skipped, a sum of rounded weights may exceed 1, which no adapter admits.
-        return min(self._skipped / max(self._tokens, 1), 1.0)
+        return min(float(self._skipped) / max(float(self._tokens), 1), 1.0)
 
     def threshold(self, sparsity: float) -> float:
         """Return the margin below which this weight of decisions lies, by linear interpolation inside a bin."""
-        mass = self._mass / max(self._tokens, 1)
+        mass = self._mass / max(float(self._tokens), 1)
         below = mass.cumsum(0)
         index = int(torch.searchsorted(below, torch.tensor(sparsity, dtype=torch.float64)))
         if index >= _NUM_BINS:
