@@ -14,7 +14,7 @@ from wide.config import WideConfig
 from wide.grouping import Grouping
 from wide.materialisation.checkpoint import load_checkpoint
 from wide.models.adapter import load, save
-from wide.models.attach import attach
+from wide.models.attach import attach, attachment
 from wide.plan import Dense, Kept, LayerPlan, Plan, Skipped
 from wide.records import read_records
 from wide.writing import whole_folder
@@ -105,6 +105,29 @@ def test_records_of_a_checkpoint_say_what_it_is(kind, stages, subject, tiny_mode
     scored = ["--data", str(prose_folder), "--tokens=64", "--window=32", "--output", str(tmp_path / "scores")]
     assert main(["eval", "--model", str(checkpoint), "--device=cpu", *scored]) == 0
     assert {record.subject for record in read_records(tmp_path / "scores" / "records.jsonl")[0]} == {subject}
+
+
+def test_a_checkpoint_with_routers_runs_at_another_sparsity(tiny_model_folder, tmp_path, capsys):
+    adapter, output = tmp_path / "adapter", tmp_path / "model"
+    model = attach(base(tiny_model_folder), WideConfig(ffn_group_size=16, router_rank=4))
+    attachment(model).thresholds_by_sparsity = [(0.1, -50.0), (0.9, 50.0)]
+    save(model, adapter)
+    given = ["--device=cpu", "--dtype=float32"]
+    assert main(["export", f"--model={tiny_model_folder}", f"--adapter={adapter}", f"--output={output}", *given]) == 0
+    asked = ["generate", "--prompt=The", "--max_new_tokens=2", *given]
+    skipped = {}
+    for sparsity in (0, 0.9):
+        capsys.readouterr()
+        assert main([*asked, f"--model={output}", f"--sparsity={sparsity}"]) == 0
+        skipped[sparsity] = capsys.readouterr().err
+    assert "mean 0.0%" in skipped[0]
+    assert "mean 100.0%" in skipped[0.9]
+    score = ["eval", f"--model={output}", "--data=python-docs", "--tokens=64", "--window=32", "--sparsity=0.9", *given]
+    assert main(score) == 0
+    assert "mean 100.00%" in capsys.readouterr().out
+    # The base has no thresholds.
+    assert main([*asked, f"--model={tiny_model_folder}", "--sparsity=0.5"]) == 1
+    assert "give --adapter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["adapter", "base", "thesis"])

@@ -115,9 +115,9 @@ def _evaluate(
     tokenizer = load_tokenizer(options.model)
     settings: dict[str, Any] = {"tokenizer": tokenizer, "compare_dense": False, **scoring.protocol, **tasks.protocol}
     model = load_base(options, pruned_too=options.adapter is None, parallel=tasks.parallel)
+    # As much as can be told without scoring: whether it fits this model, and its thresholds the sparsity.
+    attach_adapter(model, options)
     if options.adapter is not None:
-        # As much as can be told without scoring: whether it fits this model, and its thresholds the sparsity.
-        attach_adapter(model, options)
         detach(model)
     documents, name = None, None
     check_window(scoring, tasks, model)

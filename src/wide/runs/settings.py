@@ -190,10 +190,15 @@ class AdapterOptions(ModelOptions):
     adapter: str | None = None
     sparsity: Sparsity | None = None
 
-    def __post_init__(self) -> None:
-        Checked.__post_init__(self)
+    def require_found(self) -> None:
+        """Refuse a model as `ModelOptions` does, and a sparsity where nothing has thresholds (ConfigError)."""
+        ModelOptions.require_found(self)
         if self.sparsity is not None and self.adapter is None:
-            raise ConfigError("sparsity is set by an adapter's calibrated thresholds: give --adapter, too")
+            from wide.models.pretrained import is_pruned_checkpoint  # Brings torch.
+
+            # A full checkpoint brings its thresholds along.
+            if not is_pruned_checkpoint(self.model):
+                raise ConfigError("sparsity is set by an adapter's calibrated thresholds: give --adapter, too")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,19 +137,18 @@ def _is_to_be_sharded(
 def load_routed(options: AdapterOptions, *, keeps_dtype: bool = False) -> Any:
     """Return the base model with its adapter, if one is named, and the threshold set, if asked for."""
     model = load_base(options, pruned_too=options.adapter is None, keeps_dtype=keeps_dtype)
-    if options.adapter is not None:
-        attach_adapter(model, options)
+    attach_adapter(model, options)
     return model
 
 
 def attach_adapter(model: Any, options: AdapterOptions) -> None:
-    """Attach the adapter that is named, and set the threshold, if asked for.
+    """Attach the adapter, if one is named, and set the threshold, if asked for.
 
     Raises AdapterError if the adapter is incomplete or damaged, or does not fit the model; NotAttachedError if the
     model is attached already.
     """
-    assert options.adapter is not None
-    load(model, options.adapter)
+    if options.adapter is not None:
+        load(model, options.adapter)
     if options.sparsity is not None:
         set_sparsity(model, options.sparsity)
 
