@@ -265,10 +265,7 @@ class EndedError(RuntimeError):
 
 
 class Call:
-    """One running request; among the stopping criteria of `generate` it ends the text with the request.
-
-    `has_stopped` says that a text of the most tokens was not cut: it ended there.
-    """
+    """One running request, as a stopping criterion the end of its text; `has_stopped`: of full length, but not cut."""
 
     def __init__(self) -> None:
         self.asked: Any = None
