@@ -318,8 +318,8 @@ def test_recover_trains_lora_alone_where_there_are_no_routers(recover_static, tm
     wanted = ObjectiveConfig(sparsity=0.0, weight=0.0, distillation=0.5)
     assert ObjectiveConfig(**objective_of_stage_2(tmp_path / "run")) == wanted
     run = Selection(*read_records(tmp_path / "run" / "records.jsonl"))
-    assert run.subjects() == ["dense", "stage 1", "stage 1+2"]
-    assert run.number("stage 1", "sparsity.mean") == run.number("stage 1+2", "sparsity.mean") == 0.5
+    assert run.subjects() == ["dense", "pruned", "pruned + LoRA"]
+    assert run.number("pruned", "sparsity.mean") == run.number("pruned + LoRA", "sparsity.mean") == 0.5
     assert run.text("run", "target") == "none: what is pruned stays pruned"
     assert recover_static("again", "--config", str(tmp_path / "run" / "config.yaml")) == 0
     assert objective_of_stage_2(tmp_path / "again") == objective_of_stage_2(tmp_path / "run")

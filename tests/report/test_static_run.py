@@ -48,6 +48,25 @@ def test_layers_that_a_static_method_keeps_are_shown_with_zero(run):
     assert sorted(share for *_, share in rows) == [0.0, 0.0, 1.0, 1.0]
 
 
+def test_lora_on_a_static_adapter_says_nothing_of_routers(run, tiny_model_folder, prose_folder, tmp_path, capsys):
+    given = ["--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(run), "--device=cpu"]
+    given += ["--recover.steps=1", "--recover.batch_size=2", "--recover.sequence_length=32"]
+    given += ["--output", str(tmp_path / "run"), "--eval.tokens=256", "--eval.window=64"]
+    assert main(["recover", *given]) == 0
+    said = capsys.readouterr().out
+    assert "pruned, with LoRA" in said
+    page = (tmp_path / "run" / "report.html").read_text()
+    for text in (said, page):
+        assert "routers)" not in text
+        assert "routers, LoRA" not in text
+        assert "asked for" not in text
+    records, _ = read_records(tmp_path / "run" / "records.jsonl")
+    assert {"pruned", "pruned + LoRA"} <= {record.subject for record in records}
+    # A run that has ended finds what it made.
+    assert main(["recover", *given, "--resume"]) == 0
+    assert "pruned + LoRA: finished before" in capsys.readouterr().out
+
+
 def test_a_static_run_is_told_that_routers_are_measured(run):
     page = (run / "report.html").read_text()
     missing = re.findall("<li>([^<]*)</li>", page.partition("<h2>Not drawn</h2>")[2])

@@ -37,11 +37,12 @@ class RunResults:
             with flags_named("sample", of=()):
                 encode(materials.model, materials.tokenizer, self._prompt, self._sampling)
 
-    def begin(self, blocks: TokenBlocks, target: str, sparsity: float, command: str) -> None:
-        """Claim the folder, and note what is run."""
+    def begin(self, blocks: TokenBlocks, target: str, sparsity: float | None, command: str) -> None:
+        """Claim the folder, and note what is run; toward no sparsity where nothing is steered."""
         self._folder.claim()
         self._target = target
-        self._materials.note(self.records, blocks, target, command, **{"target.sparsity": sparsity})
+        steered = {} if sparsity is None else {"target.sparsity": sparsity}
+        self._materials.note(self.records, blocks, target, command, **steered)
 
     def is_due(self, subject: str) -> bool:
         """Return whether a subject is to be measured, and was not yet."""

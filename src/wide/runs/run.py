@@ -131,21 +131,26 @@ class Run:
         # Attached once before texts are read and anything is written, to see that it fits, and taken off again so that
         # the dense model is measured untouched.
         load(self._model, adapter)
-        target = _in_words(objective) if attachment(self._model).plan.is_routed else _UNSTEERED
-        self._materials.trained |= attachment(self._model).provenance
+        state, stage = attachment(self._model), self._request.recover
+        is_routed, trained = state.plan.is_routed, state.provenance
+        target, sparsity = (_in_words(objective), objective.sparsity) if is_routed else (_UNSTEERED, None)
+        # As the run that made the adapter calls them.
+        before = "stage 1" if is_routed and "method" not in trained else "pruned"
+        after = {"stage 1": "stage 1+2", "pruned": "pruned + LoRA"}[before]
+        self._materials.trained |= trained
         detach(self._model)
-        blocks = self._materials.check_text(self._request.recover)
+        blocks = self._materials.check_text(stage)
         if self._dry_run:
             load(self._model, adapter)
             Forecast(self._request, self._materials, self._folder.config).recover(blocks)
             say(f"\n{self._folder.kept()}")
             return
-        self._results.begin(blocks, target, objective.sparsity, self._command)
+        self._results.begin(blocks, target, sparsity, self._command)
         self._results.measure("dense")
         self._adapt_dense(blocks)
         load(self._model, adapter)
-        self._results.measure("stage 1")
-        self._recover(blocks, "stage 1+2", objective)
+        self._results.measure(before)
+        self._recover(blocks, after, objective)
         self._results.finish(time.monotonic() - self._began)
 
     def _train_routers(self, blocks: TokenBlocks, asked: PruneRequest, places: Mapping[str, Any]) -> None:
