@@ -651,16 +651,30 @@ def test_what_a_command_reads_is_never_overwritten(command, words, finished, tin
     assert sorted(finished.rglob("*")) == before
 
 
-def test_recover_refuses_lora_of_another_size(finished, tiny_model_folder, prose_folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--recover.lora_rank=4"], "this model has LoRA already, and lora_rank 4 instead of 16 was asked for"),
+        # The dense model would get only the second part of the LoRA that it is compared with.
+        (["--recover.dense_baseline=true"], "begin with the adapter of stage 1"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
+def test_recover_refuses_other_lora_at_once(
+    asked, words, dry, finished, tiny_model_folder, prose_folder, tmp_path, capsys
+):
     code = main(
         [
             *("recover", "--model", str(tiny_model_folder), "--data", str(prose_folder), "--adapter", str(finished)),
-            *("--output", str(tmp_path / "run"), "--recover.lora_rank=4", "--recover.steps=1", "--report=false"),
-            *("--recover.batch_size=2", "--recover.sequence_length=32", "--eval.tokens=0", "--device=cpu"),
+            *("--output", str(tmp_path / "run"), "--recover.steps=1", "--report=false", *asked, *dry),
+            *("--recover.batch_size=2", "--recover.sequence_length=32", "--eval.tokens=64", "--eval.window=32"),
+            "--device=cpu",
         ]
     )
     assert code == 1
-    assert "this model has LoRA already, and lora_rank 4 instead of 16 was asked for" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
+    # Before the dense model is measured, or trained for hours.
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_is_told_without_a_traceback(tiny_model_folder, prose_folder, tmp_path, monkeypatch, capsys):

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
 
-from wide.errors import AdapterError, MissingExtraError, NotAttachedError, UnsupportedModelError
+from wide.config import RecoverConfig
+from wide.errors import AdapterError, ConfigError, MissingExtraError, NotAttachedError, UnsupportedModelError
 from wide.models.attach import attachment, is_attached
 from wide.models.having import having
 from wide.models.plan_check import misfit
@@ -162,6 +163,18 @@ def load_lora(model: nn.Module, folder: Path) -> LoraHandle:
     handle.above_merged = False  # What the adapter tells of LoRA is of this one.
     copy_strictly(handle.named_parameters(), weights, "LoRA")
     return handle
+
+
+def require_same_lora(lora: LoraHandle, stage: RecoverConfig) -> None:
+    """Refuse to train LoRA that is there already under another rank, alpha or dropout (ConfigError)."""
+    had = lora.config | {"lora_rank": lora.config["r"]}
+    names = ("lora_rank", "lora_alpha", "lora_dropout")
+    if words := ", ".join(f"{n} {getattr(stage, n)} instead of {had[n]}" for n in names if getattr(stage, n) != had[n]):
+        kept = ", ".join(f"{name} {had[name]}" for name in names)
+        raise ConfigError(
+            f"this model has LoRA already, and {words} was asked for; ask for what it has ({kept}), or begin with the "
+            "adapter of stage 1"
+        )
 
 
 def merge_lora(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 
 from wide.config import ObjectiveConfig, StageConfig, WideConfig
 from wide.data.batches import TokenBlocks
+from wide.errors import ConfigError
 from wide.methods.apply import apply, expected_time
 from wide.methods.catalogue import get
 from wide.methods.method import Target, dense_plan
@@ -16,6 +17,7 @@ from wide.models.adapter import load, save
 from wide.models.attach import attach, attachment, detach, plan_for
 from wide.models.discovery import discover
 from wide.models.hub import ADAPTER
+from wide.models.lora import require_same_lora
 from wide.models.pretrained import choose_device, load_skeleton
 from wide.report.drawing import require_matplotlib
 from wide.runs.folder import RunFolder
@@ -137,6 +139,13 @@ class Run:
         # As the run that made the adapter calls them.
         before = "stage 1" if is_routed and "method" not in trained else "pruned"
         after = {"stage 1": "stage 1+2", "pruned": "pruned + LoRA"}[before]
+        if state.lora is not None:
+            require_same_lora(state.lora, stage)
+            if self._request.dense_baseline:
+                raise ConfigError(
+                    "this adapter has LoRA already, and recover.dense_baseline would give the dense model only what "
+                    "this run adds; set it to false, or begin with the adapter of stage 1"
+                )
         self._materials.trained |= trained
         detach(self._model)
         blocks = self._materials.check_text(stage)

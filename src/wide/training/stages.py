@@ -16,7 +16,7 @@ from wide.errors import ConfigError
 from wide.models.adapter import require_describable, save
 from wide.models.attach import attachment, detach, is_attached, plan_for
 from wide.models.discovery import discover
-from wide.models.lora import add_lora
+from wide.models.lora import add_lora, require_same_lora
 from wide.models.observe import model_device, own_randomness
 from wide.models.plan_check import check_plan
 from wide.models.pretrained import device_name, load_pretrained
@@ -187,13 +187,7 @@ def recover(
         with own_randomness(model_device(model), stage.seed):
             add_lora(model, rank=stage.lora_rank, alpha=stage.lora_alpha, dropout=stage.lora_dropout)
     else:
-        had = state.lora.config | {"lora_rank": state.lora.config["r"]}
-        pairs = [(name, had[name], getattr(stage, name)) for name in ("lora_rank", "lora_alpha", "lora_dropout")]
-        if words := ", ".join(f"{name} {now} instead of {was}" for name, was, now in pairs if was != now):
-            raise ConfigError(
-                f"this model has LoRA already, and {words} was asked for; ask for what it has, or begin with the "
-                "adapter of stage 1"
-            )
+        require_same_lora(state.lora, stage)
     options = StageOptions(
         title="stage 1+2" if state.plan.is_routed else "LoRA",
         output=folder,
