@@ -3,7 +3,7 @@
     trainer = Trainer(model, args, train_dataset=..., callbacks=[wide.RouterCallback(sparsity=0.5)])
 
 A loop of your own, as one with accelerate, calls `begin(model, steps=...)`, `step(number)` before each optimiser step,
-and `end()`.
+`end()` and `calibrate()`.
 """
 
 import base64
@@ -96,6 +96,7 @@ class RouterCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             model(**batch).loss.backward()      # with the sparsity term
             ...
         routers.end()
+        routers.calibrate()                     # so that inference meets the target; the Trainer does it by itself
 
     Args:
         sparsity: Wanted share of skipped work in [0, 1).
