@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wide.data.batches import IGNORED, TokenBatch, TokenBlocks, block_indices, blocks_of_texts, load_blocks
+from wide.data.batches import IGNORED, TokenBlocks, block_indices, blocks_of_texts, load_blocks
 from wide.data.documents import Document
 from wide.data.token_stream import TokenStream, stream_in_memory, stream_on_disk
 from wide.data.tokenizer import load_tokenizer
@@ -22,22 +22,6 @@ def stream(lengths):
     pieces = [np.arange(n, dtype=np.uint32) + 100 * i for i, n in enumerate(lengths)]
     starts = np.cumsum([0, *lengths[:-1]])
     return TokenStream(tokens=np.concatenate(pieces), starts=starts, largest_id=int(np.concatenate(pieces).max()))
-
-
-def test_a_batch_goes_to_a_gpu_from_pinned_memory_and_elsewhere_as_it_is(monkeypatch):
-    pinned, moved = [], []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda part: pinned.append(part + 0) or pinned[-1])
-    monkeypatch.setattr(torch.Tensor, "to", lambda part, device, non_blocking: moved.append(part) or part)
-    ids = torch.arange(6).view(2, 3)
-    batch = TokenBatch(ids, ids, ids > 0)
-    batch.to("cpu")
-    assert not pinned
-    assert all(part is own for part, own in zip(moved, batch, strict=True))
-    moved.clear()
-    found = batch.to(torch.device("cuda:0"))
-    assert len(moved) == len(pinned) == 3
-    assert all(part is copy for part, copy in zip(moved, pinned, strict=True))
-    assert all(torch.equal(part, own) for part, own in zip(found, batch, strict=True))
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=30), st.integers(2, 7))

@@ -44,12 +44,8 @@ class TokenBatch(NamedTuple):
     valid: Tensor
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """Return the batch on another device; for a GPU the host does not wait."""
-        parts: Sequence[Tensor] = self
-        if torch.device(device).type == "cuda":
-            # From other memory, more than 64 KiB are copied only once the GPU has done all that it was given before.
-            parts = [part if part.is_cuda else part.pin_memory() for part in parts]
-        return TokenBatch(*(part.to(device, non_blocking=True) for part in parts))
+        """Return the batch on another device."""
+        return TokenBatch(*(part.to(device, non_blocking=True) for part in self))
 
     def split(self, size: int) -> "list[TokenBatch]":
         """Return the batch in pieces of at most `size` sequences."""

@@ -81,7 +81,6 @@ def _write(pieces: Iterable[npt.NDArray[np.uint32]], folder: Path, name: Path) -
             file.flush()
             os.fsync(file.fileno())
     finally:
-        # It writes what a write could not.
         with naming(name):
             file.close()
     with naming(name):

@@ -206,7 +206,9 @@ class SlicedMixin(PrunedMixin):
             raise AdapterError(
                 f"the configuration of a {type(self).__name__} needs wide_shape, the sizes that are left"
             )
+        self.wide_is_sliced = False
         cut_empty(self, typed(ModelShape, config.wide_shape, "wide_shape"))
+        del self.wide_is_sliced
         self.post_init()  # type: ignore[operator]
 
     def _get_static_cache_init_shape(self) -> None:

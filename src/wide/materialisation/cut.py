@@ -15,7 +15,7 @@ from wide.errors import AdapterError, UnsupportedModelError
 from wide.materialisation.shape import LayerShape, ModelShape
 from wide.materialisation.stream import replace, rotate_embedding, rotate_layer
 from wide.models.block_spec import AttentionSpec, BlockSpec, SublayerSpec, feed_forward, plain_linear
-from wide.models.discovery import whole_layers
+from wide.models.discovery import discover
 from wide.models.gates import GATHER_NAME, Pending, bypassed, cache_of, install_attention_gates
 from wide.models.pretrained import is_added
 
@@ -159,14 +159,14 @@ def cut_empty(model: nn.Module, shape: ModelShape) -> None:
 
     Raises AdapterError if the shape belongs to another model.
     """
-    specs = whole_layers(model)
+    specs = discover(model)
     check_range(specs, shape)
     if shape.stream is not None:
         first = torch.eye(specs[0].hidden_size, shape.stream, device=next(specs[0].layer.parameters()).device)
         rotate_embedding(model, first)
         for spec in specs:
             rotate_layer(spec, (first, first, None if spec.index == len(specs) - 1 else first))
-        specs = whole_layers(model)
+        specs = discover(model)
     cut(model, specs, shape, {})
 
 

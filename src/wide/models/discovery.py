@@ -27,11 +27,6 @@ def discover(model: nn.Module) -> tuple[BlockSpec, ...]:
             f"this {type(model).__name__} is sliced already, and routers or another plan need the whole layers of its "
             "base; load the base, and attach one Plan there that says both"
         )
-    return whole_layers(model)
-
-
-def whole_layers(model: nn.Module) -> tuple[BlockSpec, ...]:
-    """Return what `discover` does, also of a model of a sliced class that is not cut yet."""
     config = _text_config(model)
     layers = _decoder_layers(model, _setting(config, "num_hidden_layers", type(model).__name__))
     return tuple(_block(index, layer, config) for index, layer in enumerate(layers))

@@ -70,11 +70,6 @@ class LoraHandle:
         """Return the LoRA matrices, float32."""
         return list(self.named_parameters().values())
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the updates are still zero."""
-        return not any(bool(p.any()) for name, p in self.named_parameters().items() if ".lora_B." in name)
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the LoRA matrices on the CPU."""
         return {name: p.detach().cpu().clone() for name, p in self.named_parameters().items()}
@@ -199,7 +194,6 @@ def without_lora(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             # PEFT's own switch also turns requires_grad off and on again, which would undo frozen parts.
-            # An attribute that a module of torch lacks is sought in three places first, in each of thousands.
             if "_disable_adapters" in vars(module):
                 stack.enter_context(having(module, _disable_adapters=True))
         yield

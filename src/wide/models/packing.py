@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 class _Told(threading.local):
-    def __init__(self) -> None:
-        self.unpacked = False
+    unpacked = False
 
 
 _TOLD = _Told()

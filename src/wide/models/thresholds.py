@@ -35,17 +35,13 @@ _NUM_BINS = 1 << (32 - _SHIFT)
 
 
 class MarginHistogram:
-    """Margins of all decisions, weighted by what each counts in a measure of sparsity; bounded memory.
-
-    They are counted on the model's device, without waiting for it, until `agree` fetches what was counted.
-    """
+    """Margins of all decisions by weight in a measure of sparsity, in bounded memory; `agree` waits for the device."""
 
     def __init__(self, model: nn.Module, measure: Measure) -> None:
         self._routers = attachment(model).routers()
         weights = half_weights(model, measure)
         self._weights = [weight / router.num_groups for weight, router in zip(weights, self._routers, strict=True)]
-        device = next(model.parameters()).device
-        self._mass = torch.zeros(_NUM_BINS, dtype=torch.float64, device=device)
+        self._mass = torch.zeros(_NUM_BINS, dtype=torch.float64, device=next(model.parameters()).device)
         self._skipped = self._mass.new_zeros(())
         self._tokens = self._mass.new_zeros(())
 

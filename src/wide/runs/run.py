@@ -136,9 +136,8 @@ class Run:
         state, stage = attachment(self._model), self._request.recover
         is_routed, trained = state.plan.is_routed, state.provenance
         target, sparsity = (_in_words(objective), objective.sparsity) if is_routed else (_UNSTEERED, None)
-        # As the run that made the adapter calls them.
-        before = "stage 1" if is_routed and "method" not in trained else "pruned"
-        after = {"stage 1": "stage 1+2", "pruned": "pruned + LoRA"}[before]
+        came_from_prune = is_routed and "method" not in trained
+        before, after = ("stage 1", "stage 1+2") if came_from_prune else ("pruned", "pruned + LoRA")
         if state.lora is not None:
             require_same_lora(state.lora, stage)
             if self._request.dense_baseline:

@@ -252,8 +252,7 @@ async def _ended(parts: Any, call: Call) -> AsyncIterator[str]:
     async for part in parts:
         held += part
         if '"type":"response.output_item.done"' in part:
-            # The next event tells whether it was cut.
-            continue
+            continue  # The next event tells whether it was cut.
         if '"type":"response.completed"' in part and _is_cut(json.loads(part[6:])["response"], call):
             events = [json.loads(event[6:], object_hook=_as_cut) for event in held.split("\n\n") if event]
             held = "".join(f"data: {json.dumps(event)}\n\n" for event in events)

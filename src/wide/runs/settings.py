@@ -194,9 +194,8 @@ class AdapterOptions(ModelOptions):
         """Refuse a model as `ModelOptions` does, and a sparsity where nothing has thresholds (ConfigError)."""
         ModelOptions.require_found(self)
         if self.sparsity is not None and self.adapter is None:
-            from wide.models.pretrained import is_pruned_checkpoint  # Brings torch.
+            from wide.models.pretrained import is_pruned_checkpoint  # Brings torch; full checkpoints have thresholds.
 
-            # A full checkpoint brings its thresholds along.
             if not is_pruned_checkpoint(self.model):
                 raise ConfigError("sparsity is set by an adapter's calibrated thresholds: give --adapter, too")
 

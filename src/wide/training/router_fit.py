@@ -153,7 +153,6 @@ def crucial_groups(
             text += few.split(max(1, _AT_ONCE // length))
             left -= few.input_ids.numel()
     tokens = sum(num_targets(target_labels(few)) for few in text)
-
     masks = [few.attention_mask() for few in text]
 
     def loss_without(key: int, groups: range) -> Tensor:

@@ -203,9 +203,9 @@ def recover(
     try:
         _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)
     except BaseException:
-        # What was refused before a step has changed nothing; later the routers have moved with LoRA.
-        if came_bare and state.lora is not None and state.lora.is_new:
-            state.lora.unload()
+        lora = state.lora
+        if came_bare and lora and not any(bool(p.any()) for n, p in lora.named_parameters().items() if "lora_B" in n):
+            lora.unload()  # Once it has learnt, the routers have moved with it.
             state.lora = None
         raise
     return model
