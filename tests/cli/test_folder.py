@@ -36,6 +36,13 @@ def test_two_runs_that_begin_at_once_do_not_both_write(tmp_path):
         third.claim()
 
 
+def test_other_settings_are_refused_with_a_flag_to_paste(tmp_path):
+    with folder(tmp_path / "my run") as first:
+        first.claim()
+    with pytest.raises(ConfigError, match=r"steps 1 -> 2\); continue it with --config '[^']*/my run/config\.yaml',"):
+        folder(tmp_path / "my run", {"steps": 2}, resume=True)
+
+
 def test_a_run_that_was_killed_locks_nobody_out(tmp_path):
     code = (
         "import sys, time\nfrom wide.runs.folder import RunFolder\n"

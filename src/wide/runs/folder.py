@@ -1,6 +1,7 @@
 """The folder of a run: whose it is, what lies in it, and when it may be written to."""
 
 import os
+import shlex
 import shutil
 import socket
 import tempfile
@@ -186,8 +187,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         if keys:
             words = ", ".join(f"{key} {before.get(key)!r} -> {now.get(key)!r}" for key in keys)
             raise ConfigError(
-                f"the run in {self.path} had other settings ({words}); continue it with --config {saved}, or start "
-                "anew with --overwrite or another --output"
+                f"the run in {self.path} had other settings ({words}); continue it with --config "
+                f"{shlex.quote(str(saved))}, or start anew with --overwrite or another --output"
             )
 
 
