@@ -553,6 +553,15 @@ def wrapped(model):
     return peft.get_peft_model(model, settings).eval()
 
 
+def test_a_checkpoint_names_the_lora_that_is_in_its_way(tmp_path):
+    own = pruned()
+    add_lora(own)
+    with pytest.raises(NotAttachedError, match=r"merge LoRA first: wide\.merge_lora\(model\)$"):
+        save_checkpoint(own, tmp_path / "full")
+    with pytest.raises(NotAttachedError, match=r"\['default'\]: model\.merge_and_unload\(\)$"):
+        save_checkpoint(wrapped(pruned()), tmp_path / "full")
+
+
 def test_an_adapter_of_peft_is_kept_or_refused_by_name(tmp_path):
     foreign = wrapped(make("llama"))
     for model in (foreign, foreign.get_base_model()):

@@ -39,6 +39,7 @@ from wide.models.card import PLACE, finish_folder
 from wide.models.files import check_sums, write_sums
 from wide.models.gates import GATE_NAME, ROUTER_NAME, StaticGate
 from wide.models.having import having
+from wide.models.lora import OWN_LORA
 from wide.models.plan_check import check_tensors, placeholder_tensors
 from wide.models.pretrained import (
     LOADING,
@@ -389,11 +390,11 @@ def save_checkpoint(model: nn.Module, path: str | Path, **options: Any) -> Path:
 
 
 def _require_merged(model: nn.Module) -> None:
+    own = {OWN_LORA} if attachment(model).lora is not None else set()
+    if foreign := sorted(set(peft_adapters(model)) - own):
+        raise NotAttachedError(f"merge PEFT's adapters first, {foreign}: model.merge_and_unload()")
     if peft_adapters(model):
-        raise NotAttachedError(
-            f"merge LoRA first: wide.merge_lora(model), or of PEFT's own, {peft_adapters(model)}, "
-            "model.merge_and_unload()"
-        )
+        raise NotAttachedError("merge LoRA first: wide.merge_lora(model)")
 
 
 def load_checkpoint(path: str | Path, **options: Any) -> Any:
