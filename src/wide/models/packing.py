@@ -22,7 +22,7 @@ def unpacked() -> Iterator[None]:
 
     Otherwise transformers compares position ids in every forward without a cache, once for each kind of mask, and the
     host waits for the device. A compiled graph, which cannot look, is given a mask and leaves the fast attention
-    kernels, which take none.
+    kernels, which take none (transformers before 5.24, or torch before 2.13, always gives it one).
     """
     _install()
     before, _TOLD.unpacked = _TOLD.unpacked, True
