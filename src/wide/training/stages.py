@@ -12,7 +12,7 @@ from torch import nn
 
 from wide.config import BEFORE, ObjectiveConfig, RecoverConfig, StageConfig, WideConfig, recorded_objective
 from wide.data.batches import BatchSource, TokenBlocks
-from wide.errors import ConfigError
+from wide.errors import ConfigError, WideError
 from wide.models.adapter import require_describable, save
 from wide.models.attach import attachment, detach, is_attached, plan_for
 from wide.models.discovery import discover
@@ -202,7 +202,7 @@ def recover(
     calibrate = calibrate_threshold and train_routers
     try:
         _run("recover", model, source, objective, stage, options, parallel, calibrate=calibrate)
-    except BaseException:
+    except WideError:  # Not an error of the GPU, which asking for values would hide.
         lora = state.lora
         if came_bare and lora and not any(bool(p.any()) for n, p in lora.named_parameters().items() if "lora_B" in n):
             lora.unload()  # Once it has learnt, the routers have moved with it.
