@@ -224,6 +224,7 @@ _LARGER_ROWS = {
 }
 _OTHER_LORA = {("nominal", "shortened-ppl"): "more-lora", ("nominal", "shortened-taylor"): "half"}
 _OTHER_LORA["nominal", "cooppruner"] = "half"  # whole layers: what is half of the work is half by name, too
+_TRAINED_AGAIN = ("ddp", "dllm", "skipgpt")  # far from the first training: both stages are of the second one
 
 
 def _other_rows(column: str) -> dict[str, tuple[str, str, str]]:
@@ -235,7 +236,8 @@ def _other_rows(column: str) -> dict[str, tuple[str, str, str]]:
         elif method == "wide-fitted":
             rows[title] = (f"{column}-shipped", f"{column}-shipped", method)
         else:
-            rows[title] = (column, _OTHER_LORA.get((column, method), f"{column}-lora"), method)
+            alone = f"{column}-lora" if method in _TRAINED_AGAIN else column
+            rows[title] = (alone, _OTHER_LORA.get((column, method), f"{column}-lora"), method)
     return rows
 
 
