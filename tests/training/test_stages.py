@@ -266,6 +266,22 @@ def test_lora_that_was_never_trained_is_taken_off_again(tmp_path):
     assert attachment(pruned).lora is not None
 
 
+def test_the_first_error_is_told_where_lora_cannot_be_read_any_more(monkeypatch):
+    pytest.importorskip("peft")
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Broken(RandomSource):
+        def batch_at(self, step, **options):
+            monkeypatch.setattr(type(attachment(pruned).lora), "named_parameters", lost)
+            raise RuntimeError("the first error")
+
+    pruned = prune(dense_model(), RandomSource(), config=CONFIG, stage=stage(steps=2), sparsity=0.3)
+    with pytest.raises(RuntimeError, match="the first error"):
+        recover(pruned, Broken(), stage=lora_stage())
+
+
 def test_checkpoints_from_before_an_option_existed_are_of_the_same_run(monkeypatch):
     base = routed_model()
     now = stages._facts(base, {}, stage())
