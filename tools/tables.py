@@ -224,7 +224,7 @@ _LARGER_ROWS = {
 }
 _OTHER_LORA = {("nominal", "shortened-ppl"): "more-lora", ("nominal", "shortened-taylor"): "half"}
 _OTHER_LORA["nominal", "cooppruner"] = "half"  # whole layers: what is half of the work is half by name, too
-_TRAINED_AGAIN = ("ddp", "dllm", "skipgpt")  # far from the first training: both stages are of the second one
+_TRAINED_AGAIN = ("ddp", "dllm", "skipgpt")  # both stages are of the second training
 
 
 def _other_rows(column: str) -> dict[str, tuple[str, str, str]]:
