@@ -120,7 +120,7 @@ def test_a_gguf_file_whose_words_are_not_found_in_text_is_refused(right, tmp_pat
     made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
     monkeypatch.setattr(local_names, "find_spec", lambda name: True)
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    write_gguf(tmp_path / "a.gguf")
     if right:
         assert load_tokenizer(tmp_path / "a.gguf") is made
         return
@@ -129,22 +129,30 @@ def test_a_gguf_file_whose_words_are_not_found_in_text_is_refused(right, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("version", "asked", "ids"), [("5.22.0", True, [1, 2]), ("5.22.0", False, [2]), ("5.24.0", True, [2])]
+    ("version", "asked", "ids"), [("5.22.0", True, [1, 2, 3]), ("5.22.0", False, [2, 3]), ("5.24.0", True, [2, 1])]
 )
-def test_older_transformers_are_told_of_the_bos_that_a_gguf_file_asks_for(version, asked, ids, tmp_path, monkeypatch):
-    gguf = pytest.importorskip("gguf")
+def test_older_transformers_are_told_of_the_bos_and_eos_of_a_gguf_file(version, asked, ids, tmp_path, monkeypatch):
     from tokenizers import Tokenizer, models
 
-    file, inner = tmp_path / "a.gguf", Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "a": 2}, unk_token="<unk>"))
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>")
+    words = {"<unk>": 0, "<s>": 1, "a": 2, "</s>": 3}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    # As 5.17 reads SmolLM2's: BOS in place of EOS.
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "<s>"}
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_args, **_options: made)
     # By name: transformers replaces its module while it is imported, and this file may have the one before.
     monkeypatch.setattr("transformers.__version__", version)
+    write_gguf(tmp_path / "a.gguf", add_add_bos_token=asked, add_eos_token_id=3)
+    # As newer ones make it, it stays.
+    assert document_tokens(load_tokenizer(tmp_path / "a.gguf"), ["a"]) == [ids]
+
+
+def write_gguf(file, **fields):
+    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_add_bos_token(asked)
+    for add, value in fields.items():
+        getattr(writer, add)(value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    # As newer ones make it, it stays.
-    assert load_tokenizer(file)("a")["input_ids"] == ids

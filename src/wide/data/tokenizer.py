@@ -52,12 +52,14 @@ def load_tokenizer(model: "str | Path | nn.Module", given: Any = None) -> "PreTr
             f"transformers {__version__} reads the tokenizer of {name!r} wrongly: {word!r} is a token, and texts with "
             "that word do not get it; take another version, 5.18 or later for Gemma (in Python, or pass tokenizer=)"
         )
-    if options and tokenizer.bos_token_id is not None and Version(__version__) < Version("5.24"):
-        # They leave the BOS out that a GGUF file asks for, without which Gemma reads prompts badly.
+    if options and Version(__version__) < Version("5.24"):
+        # They leave out the BOS that a GGUF file asks for, without which Gemma reads prompts badly, and its EOS.
         from gguf import GGUFReader
 
-        asked = GGUFReader(options["gguf_file"]).get_field("tokenizer.ggml.add_bos_token")
-        tokenizer.add_bos_token = asked is not None and bool(asked.contents())
+        told = GGUFReader(options["gguf_file"]).fields
+        for name in ("bos_token_id", "eos_token_id", "add_bos_token"):
+            if field := told.get(f"tokenizer.ggml.{name}"):
+                setattr(tokenizer, name, field.contents())
     return tokenizer
 
 
@@ -72,8 +74,7 @@ def _not_found(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether the tokenizer itself begins a text with its BOS token."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    return tokenizer.bos_token_id in tokenizer("a")["input_ids"][:1]
 
 
 def block_start(tokenizer: "PreTrainedTokenizerBase") -> int | None:
@@ -153,8 +154,7 @@ def longest_input(model: "nn.Module") -> int | None:
 
 def check_positions(name: str, length: int, model: "nn.Module") -> None:
     """Raise ConfigError for more tokens at once than a model has positions for, if its configuration names them."""
-    longest = longest_input(model)
-    if longest is not None and length > longest:
+    if (longest := longest_input(model)) is not None and length > longest:
         raise ConfigError(
             f"{name} {length} exceeds the {longest} positions of the model, so its scores would mean nothing; set it "
             f"to {longest} or less"
