@@ -425,42 +425,37 @@ _REGIMES = {
     ("token", 4096): "a token",
     ("first token", 16384): "prompt 16384: first token",
     ("token", 16384): "a token",
-    **{("requests", size): f"{size} request{'s' * (size > 1)}" for size in (1, 8, 32, 64)},
+    ("requests", 1): "1 request",
+    **{("requests", size): f"{size}" for size in (8, 32, 64)},
 }
-# One sequence was timed on an H200, requests at once on an H100, with an earlier checkpoint.
-_BESIDE = {"H200": ("dense", "ddp", "tyr", "shortened-taylor")}
-_BESIDE["H100"] = ("dense", "wide-fitted", "tyr", "shortened-taylor")
-# Of the scores: all rows have LoRA, which costs no time once it is merged. By card the run of ours and of the dense
-# model, and our seed.
-_SCORED = {"H200": ("shipped", "dense-longer", 18), "H100": ("half-fitted-lora", "half-fitted-lora", 17)}
-_TRAINED = "WIDE, `fitted-50`, trained routers"
+_TRAINED = ("wide", "ddp", "tyr", "shortened-taylor")
+# Of the scores: all rows have LoRA. The seed of ours that is nearest to what was timed.
+_TIMED_SEEDS = {"first token": 18, "token": 18, "requests": 17}
 # Of `wide profile`, whose step counts half of the new tokens.
 _KINDS = {"first_tokens": ("first token", 0), "records": ("token", 32), "batched": ("requests", 0)}
 Regime = tuple[str, int]
 
 
 @cache
-def speeds(card: str) -> tuple[dict[Regime, dict[str, float]], dict[Regime, dict[str, float]]]:
-    """Return what rows with drawn weights took, ms or tokens/s by method, and the speed-ups of trained ones."""
-    lines = _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz")
-    drawn, *trained = sorted(
-        (line for line in lines if card in line["device"]), key=lambda line: line["weights"] != "drawn"
-    )
-    found: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
-    for record in drawn["records"]:
-        found[record["what"], record["size"]][record["row"]] = record["value"]
+def speeds() -> tuple[dict[Regime, float], dict[Regime, dict[str, float]]]:
+    """Return the dense model's median over runs, ms or tokens/s, and the speed-ups of rows over that of their run.
+
+    Of several runs of a row the last one counts, for both.
+    """
+    dense: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
     ratios: dict[Regime, dict[str, float]] = {regime: {} for regime in _REGIMES}
-    for content, (kind, (what, further)) in itertools.product(trained, _KINDS.items()):
-        for record in content.get(kind, ()):
-            size = record["requests"] if what == "requests" else record["tokens"] - further
-            trained_one = record["candidate"] in ("own routing", "pruned") and record["what"] != "prefill"
-            if trained_one and (what, size) in ratios:
-                ratios[what, size][content["method"]] = record["speedup"]
-    return found, ratios
-
-
-def _card(regime: Regime) -> str:
-    return "H100" if regime[0] == "requests" else "H200"
+    for content in _lines(ROOT / "docs/results/qwen2.5-coder-1.5b/profiles.jsonl.gz"):
+        for kind, (what, further) in _KINDS.items():
+            for record in content.get(kind, ()) if "H200" in content["device"] else ():
+                regime = (what, record["requests"] if what == "requests" else record["tokens"] - further)
+                if regime not in ratios or record["what"] == "prefill" or record["candidate"] == "as loaded":
+                    continue
+                if record["candidate"] == "dense":
+                    took = record["tokens_per_s"] if what == "requests" else record["median_us"] / 1000
+                    dense[regime][content["method"]] = took
+                else:
+                    ratios[regime][content["method"]] = record["speedup"]
+    return {regime: statistics.median(found.values()) for regime, found in dense.items()}, ratios
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -468,36 +463,26 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def _rated(method: str, card: str) -> tuple[Selection, Any]:
+def _rated(method: str, what: str) -> tuple[Selection, Any]:
     """Return the records of a row of the larger public model, and its stage with LoRA."""
-    ours, dense, seed = _SCORED[card]
-    others = {"wide-fitted": (ours, 0.5, seed), "dense": (dense, 0.0, 17)}
-    run, target, seed = others.get(method, ("half-lora", 0.5, 17))
-    return study("qwen2.5-coder-1.5b")[run], Stage(Cell(method, target, seed), recovered=True)
+    others = {"wide": ("shipped", "wide-fitted", 0.5, _TIMED_SEEDS[what]), "dense": ("dense-longer", "dense", 0.0, 17)}
+    run, name, target, seed = others.get(method, ("half-lora", method, 0.5, 17))
+    return study("qwen2.5-coder-1.5b")[run], Stage(Cell(name, target, seed), recovered=True)
 
 
-def _faster(regime: Regime, method: str) -> float:
-    drawn, trained = speeds(_card(regime))
-    if method in trained[regime]:
-        return trained[regime][method]
-    timed = drawn[regime]
-    ratio = timed[method] / timed["dense"]
-    return ratio if regime[0] == "requests" else 1 / ratio
+def _timed_name(method: str) -> str:
+    return "WIDE, `fitted-50`" if method == "wide" else _METHODS[method]
 
 
 def beside() -> Table:
     """Return quality with LoRA beside speed of the larger public model's rows: the dense one's times, and speed-ups."""
-    regimes = [regime for regime in _REGIMES if _card(regime) == "H200"]
-    timed, trained = speeds("H200")
-    rows = []
-    for method in _BESIDE["H200"]:
-        cells = [f"{_faster(regime, method):.2f}x" for regime in regimes]
-        if method == "dense":
-            cells = [f"{timed[regime][method]:.3g} ms" for regime in regimes]
-        rows.append((_METHODS[method], *_scores(*_rated(method, "H200")), *cells))
-    cells = [f"{trained[regime]['wide']:.2f}x" for regime in regimes]
-    rows.insert(1, (_TRAINED, *_scores(*_rated("wide-fitted", "H200")), *cells))
-    return Table(header=("", "word perplexity", "accuracy, %", *(_REGIMES[each] for each in regimes)), rows=tuple(rows))
+    dense, ratios = speeds()
+    times = [f"{value:.3g} ms" if what != "requests" else f"{value:,.0f} tok/s" for (what, _), value in dense.items()]
+    rows = [(_METHODS["dense"], *_scores(*_rated("dense", "token")), *times)]
+    for method in _TRAINED:
+        cells = [f"{found[method]:.2f}x" if method in found else "-" for found in ratios.values()]
+        rows.append((_timed_name(method), *_scores(*_rated(method, "token")), *cells))
+    return Table(header=("", "word perplexity", "accuracy, %", *_REGIMES.values()), rows=tuple(rows))
 
 
 def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
@@ -505,14 +490,12 @@ def beside_drawn(regimes: dict[Regime, str]) -> list[dict[str, Any]]:
     rows = []
     for metric, name, scale in (("accuracy.average", "accuracy %", 100), ("word_perplexity", "perplexity", 1)):
         for regime, title in regimes.items():
-            card = _card(regime)
-            places = [(method, _METHODS[method], _faster(regime, method)) for method in _BESIDE[card]]
-            places.insert(1, ("wide-fitted", _TRAINED, speeds(card)[1][regime]["wide"]))
-            for method, row, speed in places:
-                records, stage = _rated(method, card)
+            ratios = {"dense": 1.0, **speeds()[1][regime]}
+            for method in ("dense", *_TRAINED):
+                records, stage = _rated(method, regime[0])
                 height = scale * (records.number(stage, metric) or math.nan)
-                drawn = {"panel": f"{name}: {title}", "row": row.replace("`", "")}
-                rows.append(drawn | {"speed-up": speed, "height": height})
+                drawn = {"panel": f"{name}: {title}", "row": _timed_name(method).replace("`", "")}
+                rows.append(drawn | {"speed-up": ratios.get(method, math.nan), "height": height})
     return rows
 
 
