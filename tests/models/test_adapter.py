@@ -533,7 +533,7 @@ def test_lora_is_not_merged_under_another_adapter_of_peft(tmp_path):
     with pytest.raises(NotAttachedError, match=r"\['default'\] would be left out"):
         save(inner, tmp_path)
     model.delete_adapter("default")
-    torch.testing.assert_close(merge_lora(inner)(ids).logits, before)
+    torch.testing.assert_close(merge_lora(inner)(ids).logits, before, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lora", [False, True])
