@@ -15,19 +15,25 @@ from wide.runs.settings import build
 _BACKENDS = "triton,cuda"
 _OPERATORS = ("reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv")
 # Benches with a module of their own.
-_MODULES = {"glue": "glue", "naive": "naive", "naive_depth": "naive_depth", "traffic": "naive"}
-# Only where they are named: the one has all operators itself, the other computes nothing.
-_NOT_ALL = ("coarse", "traffic")
+_MODULES = {
+    "glue": "glue",
+    "naive": "naive",
+    "naive_depth": "naive_depth",
+    "breakdown": "breakdown",
+    "traffic": "naive",
+}
+# Only where they are named: one has all operators itself, one runs whole models, one computes nothing.
+_NOT_ALL = ("coarse", "breakdown", "traffic")
 _NAMES = (*_OPERATORS, "glue", "naive", "naive_depth", *_NOT_ALL)
 # What a flag changes something of.
-_GROUPED = ("gemm_mn", "gemm_k", "gemv", "naive", "traffic")
+_GROUPED = ("gemm_mn", "gemm_k", "gemv", "naive", "breakdown", "traffic")
 _ATTENTION = ("prefill", "decode", "decode_groups")
 _TAKERS = {
-    "rows": ("reorder", "gemm_mn", "gemm_k", "coarse", "naive", "naive_depth", "traffic"),
+    "rows": ("reorder", "gemm_mn", "gemm_k", "coarse", "naive", "naive_depth", "breakdown", "traffic"),
     "backends": ("reorder", "gemm_mn", "gemm_k", *_ATTENTION, "gemv"),
     "group_size": _GROUPED,
     "sparsity": (*_GROUPED, *_ATTENTION, "naive_depth"),
-    "quick": ("reorder", "gemm_mn", "gemm_k", *_ATTENTION, "gemv", "naive", "naive_depth"),
+    "quick": ("reorder", "gemm_mn", "gemm_k", *_ATTENTION, "gemv", "naive", "naive_depth", "breakdown"),
 }
 
 
@@ -36,22 +42,23 @@ class BenchOptions:
     """What is timed.
 
     Args:
-        output: Folder for operators.json, attention.json, glue.json, naive.json and depth.json; wide report draws them.
+        output: Folder for operators.json, attention.json, glue.json, naive.json, depth.json and breakdown.json; wide
+            report draws them.
         operators: Names separated by commas: reorder, gemm_mn, gemm_k, prefill, decode, decode_groups (decode over the
             heads of a group), gemv, glue (norm, rope and router), naive (products by gathering and scattering beside
             fused ones), naive_depth (those over whole tokens taken apart: indices, sort, gather, product, scatter),
-            coarse (all operators with their default tiles over numbers of tokens, group sizes and sparsities), traffic
-            (what naive must move and store, computed from sizes alone, without a GPU); 'all' means all but coarse and
-            traffic.
+            coarse (all operators with their default tiles over numbers of tokens, group sizes and sparsities),
+            breakdown (where the time of a whole model's layers goes), traffic (what naive must move and store, computed
+            from sizes alone, without a GPU); 'all' means all but the last three.
         rows: Numbers of tokens for reorder, gemm_mn, gemm_k, naive_depth and coarse, separated by commas; null means
             1024,4096,16384, for naive_depth 64, too. For naive and traffic, where they are named, M = N = K; null means
-            512,1024,2048, for traffic larger ones, too. Sequences and caches of the others have lengths of their own,
-            and gemv 1, 2 and 4 rows.
+            512,1024,2048, for traffic larger ones, too. For breakdown the prompt's; null means 16384. Sequences and
+            caches of the others have lengths of their own, and gemv 1, 2 and 4 rows.
         backends: Timed next to the dense peers, separated by commas: triton, on a Hopper cuda (gemm_mn, gemm_k), and
             where it is named tilelang (prefill), and those of benchmarks/languages.
-            Not for glue, naive, naive_depth, coarse and traffic.
-        group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive and traffic; null means the usual
-            ones. With 'all' operators it is for those of them, and so are the next two.
+            Not for glue, naive, naive_depth, coarse, breakdown and traffic.
+        group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive, breakdown and traffic; null means
+            the usual ones. With 'all' operators it is for those of them, and so are the next two.
         sparsity: Share that random masks skip, not for reorder, glue and coarse; null means the usual ones.
         quick: Fewer shapes, tiles and rounds; not for glue, coarse and traffic.
         timed_only: Compare candidates at the timed shapes alone, not in all cases of the operators.
@@ -180,6 +187,8 @@ def _run_module(name: str, options: BenchOptions) -> bool:
         # Whole tokens skip: there is no size of groups to pass on.
         return bool(module.run(out, quick=options.quick, **options.given("rows", "sparsity")))
     shape = options.given("group_size", "sparsity")
+    if name == "breakdown":
+        return bool(module.run(out, quick=options.quick, **shape, **options.given("rows")))
     # Among all operators naive keeps its own sizes: the rows are those of the others.
     if options.operators != "all" and options.rows is not None:
         shape["sizes"] = options.given("rows")["rows"]

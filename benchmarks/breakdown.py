@@ -1,92 +1,202 @@
-"""Where the time of a prompt and of a step goes, dense and routed in the same engine, by kind of kernel.
+"""Where a layer's time goes in a prompt and in a token, dense and routed in the same engine, part by part.
 
-Usage: python -m benchmarks.breakdown [PROMPT ...]
+Usage: wide bench --operators breakdown --output DIR
 
-Llama-3.1-8B's shapes, random weights, half of the groups skipped; a call of the model, and a token of `generate()`. One
-JSON line each: milliseconds of GPU time by part, `waits` (GPU idle between kernels), and `total`.
+Llama-3.1-8B's shapes, random weights, a share of the groups skipped. Results are checked first. Whole calls are timed
+by the wall clock, dense and routed in turns; further ones are traced for their kernels. breakdown.json holds
+
+- gate: what the last gate found (`wide.profiling.correctness`), and tokens of its prompt.
+- records: tokens of the prompt, what ('prompt': a call of the model; 'token': of `generate()` behind that prompt),
+  candidate, part, and us: microseconds of the whole call in that part, divided by the number of layers.
+- calls: whole calls: median_us, low_us, high_us (tenth and ninetieth percentiles), num_samples, speedup over 'dense'.
+
+Source: paper, section 4.3 (the upper bound of speed-up).
 """
 
 import json
-import sys
-import time
-from collections.abc import Callable, Iterable
+import re
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import wide
-from wide.models.observe import bypass
+from wide.errors import EvaluationError
+from wide.models.attach import attachment
+from wide.models.having import having
+from wide.profiling.calls import DENSE, FORWARD, STEP, Candidate, generate_us, race_calls
+from wide.profiling.correctness import check_decoder, reference
 from wide.profiling.synthetic import random_model, set_shares
+from wide.runs.process import say
+from wide.writing import write_whole
 
-_CALLS, _TOKENS = 3, 33
-PARTS = {
-    "products that skip": ("gemm_mn", "gemm_k", "_gemv_", "gemv_kernel", "_gated_", "_drain_", "_clear_skipped"),
-    "attention": ("attention", "attend_", "_attend", "_merge_parts", "merge_kernel", "flash", "fmha", "sdpa"),
-    "router": ("_route",),
-    "lists of what executes": (
-        *("_transpose_kernel", "_place_", "_histogram_", "_sort_", "_tiles_", "_one_list_", "_unions_", "_items_"),
-        "rows_",
-    ),
-    "dense products": ("nvjet", "gemm", "cutlass", "gemv", "splitK"),
+ATTENTION, NORMS, SORTS, SMALL = "attention", "norms, routers", "sorts", "elementwise"
+SKIPPING = ("Q, K, V", ATTENTION, "output", "gate, up", "down")
+OUTSIDE, IDLE = "head, rest", "idle"
+PARTS = (*SKIPPING, NORMS, SORTS, SMALL, OUTSIDE, IDLE)
+"""Where time goes; tokens skip work in the first five, of which K and V are never skipped."""
+_PRODUCT = "product"
+# What the names of kernels contain; the first kind that fits counts. Lists of what executes are sorts.
+_LISTS = ("_transpose_k", "_place_", "_histogram_", "_sort_", "_tiles_", "_one_list_", "_unions_", "_items_", "rows_")
+_KINDS = {
+    ATTENTION: ("attention", "attend_", "_merge_parts", "flash", "fmha", "sdpa"),
+    SORTS: _LISTS,
+    NORMS: ("_rms_norm", "_route"),
+    SMALL: ("_rope_to_cache", "_gated_", "_clear_skipped", "FillFunctor<c10", "Memset"),
+    _PRODUCT: ("nvjet", "gemm", "gemv", "cutlass", "splitK", "_drain_"),
 }
-"""Part -> what names of its kernels contain; the first that fits counts. Anything else is 'elementwise'."""
+# A layer, and what follows the last one: a norm, attention's products, each with kernels that end it.
+_ORDER = re.compile(r"N(?P<qkv>[Pp]+)(?P<attention>A+)(?P<output>Pp*)N(?P<gated>Pp*)(?P<down>Pp*)|N(?P<head>Pp*)")
+_CALIBRATED, _NEW_TOKENS, _TURNS = 2048, 33, 4
 
 
-def by_part(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the time of each part; `kernels` are names and times."""
-    sums = dict.fromkeys([*PARTS, "elementwise"], 0.0)
-    for name, spent in kernels:
-        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), "elementwise")
-        sums[part] += spent
+def _kind(name: str) -> str:
+    return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), OUTSIDE)
+
+
+def _letter(name: str, kind: str) -> str:
+    """Return how a kernel stands in `_ORDER`: norms that begin a sublayer, attention, products, their last parts."""
+    if kind == NORMS:
+        return "N" if "_rms_norm" in name or "_route_few" in name else ""
+    if kind == _PRODUCT:
+        return "p" if "splitKreduce" in name or "_drain_" in name else "P"
+    return "A" if kind == ATTENTION else ""
+
+
+def forwards(kernels: Iterable[tuple[str, float, float]]) -> list[dict[str, float]]:
+    """Return the time of each part, of each of the forwards that a trace holds.
+
+    Args:
+        kernels: Names, starts and times, in the order of their start. Of which product a kernel is, is told by its
+            place in a layer; what comes between two forwards counts to the later one.
+
+    Raises:
+        EvaluationError: If the order is none of the engine's.
+    """
+    named = [(_kind(name), name, start, spent) for name, start, spent in kernels]
+    places = [(index, letter) for index, (kind, name, *_) in enumerate(named) if (letter := _letter(name, kind))]
+    order = "".join(letter for _, letter in places)
+    parts, ends, last = [kind for kind, *_ in named], [0], 0
+    for found in _ORDER.finditer(order):
+        if found.start() != last:
+            break
+        last = found.end()
+        for part, group in zip((*SKIPPING, OUTSIDE), found.re.groupindex, strict=True):
+            for place in range(*found.span(group)):
+                parts[places[place][0]] = part
+        if found["head"]:
+            ends.append(places[last - 1][0] + 1)
+    if last != len(order) or len(ends) == 1:
+        raise EvaluationError(f"kernels in an order that no layer has, from {order[last : last + 20]!r} on")
+    # What follows the last head, such as the choice of the token, belongs to it.
+    ends[-1] = len(named)
+    sums, busy = [dict.fromkeys(PARTS, 0.0) for _ in ends[1:]], named[0][2]
+    for index, (part, (_, _, start, spent)) in enumerate(zip(parts, named, strict=True)):
+        forward = sums[bisect_right(ends, index) - 1]
+        forward[part] += spent
+        forward[IDLE] += max(0.0, start - busy)
+        busy = max(busy, start + spent)
     return sums
 
 
-def measure(call: Callable[[], object], *, units: int) -> dict[str, float]:
-    """Return milliseconds by part of one of the `units` that a call runs."""
-    for _ in range(_CALLS):
-        call()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(_CALLS):
-        call()
-    torch.cuda.synchronize()
-    total = 1e3 * (time.perf_counter() - began) / _CALLS
+def _traced(candidates: Sequence[Candidate], call: Callable[[], object]) -> list[list[dict[str, float]]]:
+    """Return the forwards of a call of each candidate: of the last of some turns, at the clocks that turns have."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
+        for _ in range(_TURNS):
+            for each in candidates:
+                with each.within():
+                    call()
         torch.cuda.synchronize()
-    kernels = [(e.name, 1e-3 * e.device_time) for e in profiler.events() if e.device_type.name == "CUDA"]
-    found = by_part(kernels)
-    found |= {"waits": max(0.0, total - sum(found.values())), "total": total}
-    return {part: round(value / units, 4) for part, value in found.items()}
+    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    found = forwards((event.name, event.time_range.start, event.device_time) for event in events)
+    count, rest = divmod(len(found), _TURNS * len(candidates))
+    if rest:
+        raise EvaluationError(f"{len(found)} forwards were traced, which {_TURNS * len(candidates)} calls cannot share")
+    return [found[len(found) - count * place :][:count] for place in range(len(candidates), 0, -1)]
 
 
-def main() -> None:
-    """Measure what the command line names."""
-    torch.manual_seed(0)
-    prompts = [int(word) for word in sys.argv[1:]] or [16384]
-    model = random_model("llama-3.1-8b", num_layers=None, device=torch.device("cuda"), dtype=torch.bfloat16)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    ids = torch.randint(0, model.config.vocab_size, (1, max(prompts)), device="cuda")
-    wide.attach(model, wide.WideConfig(ffn_group_size=128, router_rank=32))
-    set_shares(model, ids[:, :2048], (0.5, 0.5))
-    wide.optimize(model)
-
-    def tokens(prompt: torch.Tensor, count: int) -> Any:
-        ones = torch.ones_like(prompt)
-        return model.generate(prompt, attention_mask=ones, max_new_tokens=count, do_sample=False)
-
-    for length in prompts:
-        prompt = ids[:, :length]
-        for who in ("dense", "routed"):
-            with bypass(model) if who == "dense" else torch.no_grad(), torch.no_grad():
-                whole = measure(lambda prompt=prompt: model(prompt, logits_to_keep=1), units=1)  # type: ignore[misc]
-                print(json.dumps({"who": who, "prompt": length, "what": "prompt"} | whole), flush=True)
-                first = measure(lambda prompt=prompt: tokens(prompt, 1), units=1)  # type: ignore[misc]
-                more = measure(lambda prompt=prompt: tokens(prompt, _TOKENS), units=1)  # type: ignore[misc]
-                step = {part: round((more[part] - first[part]) / (_TOKENS - 1), 4) for part in more}
-                print(json.dumps({"who": who, "prompt": length, "what": "token"} | step), flush=True)
+@torch.no_grad()
+def measure(model: Any, ids: torch.Tensor, *, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    """Return `records` and `calls` of a prompt [1, T] of an optimised model with routers."""
+    candidates = [Candidate(name=DENSE, model=model, is_dense=True), Candidate(name="routed", model=model)]
+    times, _ = race_calls(candidates, ids, _NEW_TOKENS, calls=("forward", "generate"), quick=quick)
+    found: dict[str, list[dict[str, Any]]] = {"records": [], "calls": []}
+    prompts = _traced(candidates, lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
+    answers = _traced(candidates, lambda: generate_us(model, ids, _NEW_TOKENS))
+    for each, prompt, answer in zip(candidates, prompts, answers, strict=True):
+        # The first forward of an answer is its prompt.
+        for what, call, traced in (("prompt", FORWARD, prompt), ("token", STEP, answer[1:])):
+            fact = {"tokens": ids.shape[1], "what": what, "candidate": each.name}
+            timing = times[each.name][call]
+            dense = times[DENSE][call].median_us
+            found["calls"].append(fact | asdict(timing) | {"speedup": dense / timing.median_us})
+            layers = model.config.num_hidden_layers
+            parts = {part: statistics.mean(one[part] for one in traced) / layers for part in PARTS}
+            found["records"] += [fact | {"part": part, "us": round(us, 3)} for part, us in parts.items()]
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def run(
+    out: Path,
+    *,
+    rows: Sequence[int] = (16384,),
+    group_size: int = 128,
+    sparsity: float = 0.5,
+    quick: bool = False,
+    shape: str = "llama-3.1-8b",
+) -> bool:
+    """Check and time a model on a GPU, write breakdown.json after each prompt, and return whether the gates were green.
+
+    Args:
+        out: Folder.
+        rows: Tokens of prompts.
+        group_size: Channels in a group of the FFN.
+        sparsity: Share of attention and FFN that is skipped.
+        quick: Fewer samples.
+        shape: One of `wide.profiling.synthetic.SHAPES`.
+    """
+    torch.manual_seed(17)
+    model = random_model(shape, num_layers=None, device=torch.device("cuda"), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(0, model.config.vocab_size, (1, max(rows)), device="cuda")
+    wide.attach(model, wide.WideConfig(ffn_group_size=group_size)).requires_grad_(False)
+    content: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": shape}
+    content |= {"ffn_group_size": group_size, "skipped": sparsity, "layers": model.config.num_hidden_layers}
+    content |= {"records": [], "calls": []}
+    out.mkdir(parents=True, exist_ok=True)
+    set_shares(model, ids[:, :_CALIBRATED], (sparsity, sparsity))
+    wide.optimize(model, executed=(1.0 - sparsity, 1.0 - sparsity))
+    with having(model, forward=partial(type(model).forward, model)):
+        masked = reference(model, ids)
+    content["gate"] = check_decoder(attachment(model).engine.decoder, masked)
+    del masked
+    green = bool(content["gate"]["green"])
+    say(f"gate     {'green' if green else 'RED, so that nothing is timed'}")
+    _write(out, content)
+    for length in rows if green else ():
+        for kind, found in measure(model, ids[:, :length], quick=quick).items():
+            content[kind] += found
+        say(_lines(content["records"], length))
+        # Written after each prompt, so that a stopped run keeps what it measured.
+        _write(out, content)
+    return green
+
+
+def _write(out: Path, content: dict[str, Any]) -> None:
+    write_whole(out / "breakdown.json", json.dumps(content, indent=1) + "\n")
+
+
+def _lines(records: Sequence[dict[str, Any]], length: int) -> str:
+    """Return the parts of a prompt and of a token as a table, in microseconds a layer."""
+    found = {(row["what"], row["candidate"], row["part"]): row["us"] for row in records if row["tokens"] == length}
+    columns = [(what, candidate) for what in ("prompt", "token") for candidate in (DENSE, "routed")]
+    head = "".join(f"{f'{what}, {candidate}':>16}" for what, candidate in columns)
+    lines = (f"{part:28}{''.join(f'{found[*column, part]:16.1f}' for column in columns)}" for part in PARTS)
+    return "\n".join((f"{f'{length} tokens, us a layer':28}{head}", *lines))

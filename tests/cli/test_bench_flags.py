@@ -28,7 +28,7 @@ from wide.errors import EvaluationError, UsageError
             ["bench", "--output", "o", "--operators", "glue", "--rows", "4"],
             2,
             "--rows does not go with glue (got 4): it is for reorder, gemm_mn, gemm_k, coarse, naive, naive_depth, "
-            "traffic; leave it out, or name only those in --operators",
+            "breakdown, traffic; leave it out, or name only those in --operators",
         ),
         (
             ["bench", "--output", "o", "--operators", "coarse", "--group_size", "64"],
@@ -86,7 +86,7 @@ def raced(monkeypatch):
         return [name for name in calls.get("red", []) if name in request.names]
 
     monkeypatch.setattr("benchmarks.operators.run_bench", run_bench)
-    for name in ("glue", "naive", "naive_depth"):
+    for name in ("glue", "naive", "naive_depth", "breakdown"):
 
         def run(out, name=name, **options):
             calls[name] = options
@@ -106,6 +106,8 @@ def test_rows_and_backends_reach_the_benches_that_take_them(raced):
     bench.run(["--output", "o", "--operators", "naive_depth", "--rows", "64", "--sparsity", "0.5"])
     assert raced["naive_depth"] == {"rows": [64], "sparsity": 0.5, "quick": False}
     bench.run(["--output", "o", "--operators", "naive,traffic", "--rows", "64"])
+    bench.run(["--output", "o", "--operators", "breakdown", "--rows", "64,128", "--group_size", "64"])
+    assert raced["breakdown"] == {"rows": [64, 128], "group_size": 64, "quick": False}
     assert (raced["naive"], raced["traffic"]) == ({"sizes": [64], "quick": False}, {"sizes": [64]})
 
 
@@ -118,7 +120,7 @@ def test_all_operators_go_with_flags_that_some_of_them_take(raced):
     assert raced["naive"] == {"group_size": 64, "sparsity": 0.3, "quick": True}
     assert raced["naive_depth"] == {"rows": [64], "sparsity": 0.3, "quick": True}
     assert raced["glue"] == {}
-    assert "traffic" not in raced
+    assert not {"breakdown", "traffic"} & set(raced)
 
 
 def test_a_red_bench_costs_no_other_and_all_red_ones_are_named(raced):

@@ -397,9 +397,9 @@ def test_sessions_of_batches_take_turns(monkeypatch):
 
     def figures(candidate, requests, prompt, new):
         order.append(candidate.name)
-        return {"tokens_per_s": float(len(order))}
+        return float(len(order))
 
-    monkeypatch.setattr(calls, "batch_figures", figures)
+    monkeypatch.setattr(calls, "batch_rate", figures)
     candidates = [Candidate(name=name, model=None) for name in (AS_LOADED, DENSE, "routed")]
     found = calls.race_batches(candidates, 1, 8, 4, quick=True)
     assert order == [AS_LOADED, DENSE, "routed", DENSE, "routed"]

@@ -8,7 +8,7 @@ from report_words import describe
 from test_comparison_speed import measured, time_cell
 from test_comparison_speed import write as write_comparison
 from test_report import complete_records
-from test_speed import forwards, group, product, step, write_bench
+from test_speed import forwards, group, part, product, step, write_bench
 from test_speed import write_json as write_file
 
 from wide.cli.main import main
@@ -58,10 +58,11 @@ def bench_records(folder):
         "attention": content["attention"] + group(128, 1.2, 0.94) + group(512, 1.9, 0.5),
         "endtoend": [*forwards(), *steps],
         "naive": [naive, naive | {"candidate": "fused", "accounted_storage_bytes": 10.0}],
+        "breakdown": [part("dense", 4.0), part("routed", 2.0)],
     }
 
 
-@pytest.mark.parametrize("name", ["operators", "attention", "endtoend", "naive"])
+@pytest.mark.parametrize("name", ["operators", "attention", "endtoend", "naive", "breakdown"])
 def test_no_field_of_a_bench_is_taken_for_granted(name, tmp_path):
     records = bench_records(tmp_path)[name]
     kinds = {frozenset(record): place for place, record in enumerate(records)}

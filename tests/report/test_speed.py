@@ -15,7 +15,7 @@ from wide.report.folders import draw_folder, run_table
 from wide.report.reading import read_folder, read_profile
 from wide.report.speed import SPEED_FIGURES
 
-END_TO_END, OPERATORS = SPEED_FIGURES
+END_TO_END, PARTS, OPERATORS = SPEED_FIGURES
 
 
 def write_json(path, records, **facts):
@@ -43,6 +43,10 @@ def group(size, speedup, union):
 def step(candidate, batch, speedup, **more):
     facts = {"what": "decode", "tokens": 2048, "batch": batch, "candidate": candidate}
     return facts | {"median_us": 1000.0 / speedup, "speedup": speedup, "peak_memory_bytes": 2**30, **more}
+
+
+def part(candidate, us, what="prompt"):
+    return {"tokens": 4096, "what": what, "candidate": candidate, "part": "attention", "us": us}
 
 
 def write_bench(folder):
@@ -159,6 +163,16 @@ def test_whole_models_are_drawn_over_their_size_by_door(tmp_path):
     rows = {(row["what"], row["candidate"], row["batch"]): row for row in sheet(END_TO_END, tmp_path)}
     assert rows["generate_batch", "own routing", "8"]["median_us"] == "2000.0"
     assert "compiled default" not in {candidate for _, candidate, _ in rows}
+
+
+def test_parts_of_a_layer_are_drawn_by_call(tmp_path):
+    records = [part("dense", 4.0), part("routed", 2.5), part("routed", 0.0, "token"), part("dense", 1.0) | {"us": None}]
+    write_json(tmp_path / "breakdown.json", records)
+    profile = read_profile(tmp_path)
+    assert [row["us"] for row in profile.parts()] == [4.0, 2.5, 0.0]
+    _, words = draw_svg(PARTS, profile)
+    assert "prompt, 4096 tokens, routed: 2.50 at attention" in words
+    assert len(profile.notes) == 1
 
 
 def test_group_sizes_and_models_are_told_apart(tmp_path):

@@ -27,8 +27,8 @@ FORWARD, FIRST, STEP = "forward", "first token", "step"
 Call = Callable[[], Tensor]
 # Of a shape: as many rounds as fit, but the model as loaded is timed twice at most, and once where that takes long.
 _SECONDS, _QUICK_SECONDS, _MAX_ROUNDS, _LEAST_ROUNDS, _SLOW_ROUNDS = 2.0, 0.5, 10, 2, 2
-# Sessions of a candidate in `generate_batch`: graphs are captured in each.
-_MAX_SESSIONS, _SESSION_SECONDS = 5, 10.0
+# Sessions of a candidate in `generate_batch`: graphs are captured in each, then batches are timed.
+_MAX_SESSIONS, _SESSION_SECONDS, _TIMED = 5, 10.0, 3
 # Prompts of up to so many tokens in all are captured, when their length comes a second time.
 _CAPTURED_TOKENS = 4096
 # Of the spread of logits: about four times what rounding moves a logit of an 8B model in bfloat16.
@@ -184,23 +184,21 @@ def _batch(manager: Any, prompts: Sequence[list[int]], new: int) -> tuple[float,
 def race_batches(
     candidates: Sequence[Candidate], requests: int, prompt: int, new: int, *, quick: bool
 ) -> dict[str, dict[str, float]]:
-    """Return medians of `batch_figures` by candidate, and the number of samples of each; at least 2 tokens are new.
+    """Return tokens_per_s, the median of `batch_rate`, and num_samples by candidate; at least 2 tokens are new.
 
     Sessions of candidates follow each other in an order that rotates, and each frees its cache before the next begins,
     so that memory holds one; the model as loaded has one session.
     """
-    samples: dict[str, list[dict[str, float]]] = {each.name: [] for each in candidates}
+    samples: dict[str, list[float]] = {each.name: [] for each in candidates}
     began = time.perf_counter()
     for turn in range(_MAX_SESSIONS):
         for each in _rotated(candidates, turn):
             if turn == 0 or each.name != AS_LOADED:
-                samples[each.name].append(batch_figures(each, requests, prompt, new))
+                samples[each.name].append(batch_rate(each, requests, prompt, new))
         if turn + 1 >= _LEAST_ROUNDS and (quick or time.perf_counter() - began > _SESSION_SECONDS):
             break
     return {
-        name: {field: statistics.median(each[field] for each in found) for field in found[0]}
-        | {"num_samples": len(found)}
-        for name, found in samples.items()
+        name: {"tokens_per_s": statistics.median(found), "num_samples": len(found)} for name, found in samples.items()
     }
 
 
@@ -209,17 +207,18 @@ def _rotated(candidates: Sequence[Candidate], turn: int) -> list[Candidate]:
     return [*candidates[first:], *candidates[:first]]
 
 
-def batch_figures(candidate: Candidate, requests: int, prompt: int, new: int) -> dict[str, float]:
-    """Return the tokens/s of a whole batch in `generate_batch`'s engine, prompts included, once graphs are captured."""
+def batch_rate(candidate: Candidate, requests: int, prompt: int, new: int) -> float:
+    """Return a median: tokens/s of batches in `generate_batch`'s engine, prompts included, once graphs are captured."""
     vocabulary = candidate.model.config.vocab_size
     # As many tokens as there are steps with prompts in them; the second such batch still captures some graphs.
     short = max(1, min(new - 1, -(-requests * prompt // _TOKENS_A_STEP) + 8))
     generator = torch.Generator().manual_seed(requests)
     with candidate.within(), _batching(candidate.model, requests, prompt, new) as manager:
-        for count in (short, short, new):
+        seconds = []
+        for count in (short, short, *[new] * _TIMED):
             prompts = torch.randint(3, vocabulary, (requests, prompt), generator=generator).tolist()
-            seconds = _batch(manager, prompts, count)[0]
-    return {"tokens_per_s": requests * new / seconds}
+            seconds.append(_batch(manager, prompts, count)[0])
+    return requests * new / statistics.median(seconds[-_TIMED:])
 
 
 @torch.no_grad()

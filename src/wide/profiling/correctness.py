@@ -24,9 +24,7 @@ from wide.models.attach import attachment
 from wide.models.observe import bypass, capture_routing, force_routing
 from wide.routing import LayerRouting
 
-_STEPS = 4
-_PLACES = 128
-_CAPTURED_PROMPT = 1024
+_STEPS, _PLACES, _CAPTURED_PROMPT = 4, 128, 1024
 # Of a batch: tokens of each sequence, and how many of its sequences also run alone.
 _BATCH_TOKENS, _ALONE = 256, 4
 # Rounding of two routed paths may add up to this multiple of that of two dense paths.

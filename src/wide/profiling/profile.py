@@ -60,8 +60,7 @@ from wide.profiling.options import ProfileOptions
 from wide.profiling.synthetic import random_model, set_shares, skipped_shares
 from wide.writing import write_whole
 
-_CALIBRATED = 2048
-_MOST_REQUESTS_AS_LOADED = 1
+_CALIBRATED, _MOST_REQUESTS_AS_LOADED = 2048, 1
 # Wrong kernels agree on nothing. Routers decide in two layers: behind many random ones rounding decides.
 # Prompts alone are so long that int8 rounds them as it rounds a batch of them.
 _AGREEMENT_LAYERS, _AGREEMENT_PROMPT, _AGREEMENT_TOKENS, _AGREEMENT_SHARE, _AGREEMENT_KNOWN = 2, 512, 32, 0.9, 0.95

@@ -103,10 +103,7 @@ def _span(speeds: list[float]) -> str:
 
 def _speed(profile: Profile, output: Path) -> Iterator[Section]:
     """Yield what was timed, and at the end each file with the command that measured it."""
-    found = (profile.forwards(), profile.operators())
-    yield from figure_sections(
-        [figure for figure, rows in zip(SPEED_FIGURES, found, strict=True) if rows], profile, output
-    )
+    yield from figure_sections([figure for figure in SPEED_FIGURES if figure.rows(profile)], profile, output)
     for name, table in profile.others().items():
         yield Section(title=f"Records of {name}", tables=[table], folded=True)
     files = [(os.path.relpath(file.path, output), file.about, file.command) for file in profile.files]

@@ -10,9 +10,9 @@ from typing import Any
 from wide.report.figure import Row, figures, grouped
 from wide.report.table import Table
 
-OPERATORS, ATTENTION, END_TO_END = "operators.json", "attention.json", "endtoend.json"
-BENCH_FILES = (OPERATORS, ATTENTION, END_TO_END, "naive.json", "depth.json", "glue.json")
-"""Names of the files that benches write; of those after the first three the page shows the records as a table."""
+OPERATORS, ATTENTION, END_TO_END, PARTS = "operators.json", "attention.json", "endtoend.json", "breakdown.json"
+BENCH_FILES = (OPERATORS, ATTENTION, END_TO_END, PARTS, "naive.json", "depth.json", "glue.json")
+"""Names of the files that benches write; of those after the first four the page shows the records as a table."""
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
 _NOT_OURS = ("dense", "operator, nothing skipped")
@@ -52,9 +52,13 @@ class Profile:
         """Return the candidates of whole models that ran."""
         return self._latest((END_TO_END,), _FORWARD)
 
+    def parts(self) -> list[Row]:
+        """Return the parts of layers."""
+        return self._latest((PARTS,), ("device", "call", "candidate", "part"))
+
     def others(self) -> dict[str, Table]:
         """Return the records of benches without a figure, such as those of naive products, by the file's name."""
-        files = grouped((file for file in self.files if file.name not in BENCH_FILES[:3]), key=lambda file: file.name)
+        files = grouped((file for file in self.files if file.name not in BENCH_FILES[:4]), key=lambda file: file.name)
         rows = {name: [row for file in found for row in file.rows] for name, found in files.items()}
         return {name: Table.of_rows(found) for name, found in rows.items() if found}
 
@@ -74,7 +78,7 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
     `name` is one of `BENCH_FILES`; `content` is what the bench writes, with a list of records.
     """
     head = {key: value for key, value in content.items() if isinstance(value, str | int)}
-    read = {OPERATORS: _timed, ATTENTION: _timed, END_TO_END: _forward}.get(name, _as_row)
+    read = {OPERATORS: _timed, ATTENTION: _timed, END_TO_END: _forward, PARTS: _part}.get(name, _as_row)
     faults: Counter[str] = Counter()
     rows: list[Row] = []
     records = [record for kind in ("records", "first_tokens", "batched") for record in content.get(kind) or ()]
@@ -155,6 +159,12 @@ def _forward(record: Row, head: Row) -> Row:
 def _as_row(record: Row, head: Row) -> Row:
     device = {"device": str(head.get("device", ""))}
     return device | {key: value for key, value in record.items() if isinstance(value, str | int | float)}
+
+
+def _part(record: Row, head: Row) -> Row:
+    call = f"{_text(record, 'what')}, {int(_positive(record, 'tokens'))} tokens"
+    named = {name: _text(record, name) for name in ("candidate", "part")}
+    return {"device": str(head.get("device", "")), "call": call, **named, "us": float(record["us"])}
 
 
 def _timed(record: Row, head: Row) -> Row:
@@ -241,5 +251,5 @@ def _forward_rows(profile: Profile) -> list[Row]:
     return rows
 
 
-SPEED_FIGURES = figures("speed", {"end-to-end": _forward_rows, "operators": _operator_rows})
-"""Figures of whole models and of operators."""
+SPEED_FIGURES = figures("speed", {"end-to-end": _forward_rows, "parts": Profile.parts, "operators": _operator_rows})
+"""Figures of whole models, of the parts of their layers, and of operators."""

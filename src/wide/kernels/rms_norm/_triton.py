@@ -7,8 +7,7 @@ import triton.language as tl
 from wide.kernels.device import elementwise_obstacle
 from wide.kernels.rms_norm.op import BACKENDS
 
-_MAX_WARPS = 16
-_ELEMENTS_PER_WARP = 1024
+_MAX_WARPS, _ELEMENTS_PER_WARP = 16, 1024
 
 
 @triton.jit

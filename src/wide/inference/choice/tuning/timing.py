@@ -8,9 +8,7 @@ import torch
 
 Call = Callable[[], object]
 
-_WARM_UP_CALLS = 3
-_MIN_GRAPH_US = 400.0
-_MAX_CALLS_IN_GRAPH = 64
+_WARM_UP_CALLS, _MIN_GRAPH_US, _MAX_CALLS_IN_GRAPH = 3, 400.0, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
