@@ -14,6 +14,7 @@ from wide.inference.choice.tuning import race as racing
 from wide.inference.choice.tuning.products import choice_name
 from wide.inference.choice.tuning.race import launched, run
 from wide.inference.choice.tuning.timing import Timing
+from wide.inference.operators.products import LinearWeights
 from wide.kernels import device as kernel_device
 from wide.kernels.dispatch import Backends
 from wide.kernels.tuning import Choice
@@ -181,6 +182,25 @@ def test_products_of_few_rows_agree_and_the_shipped_tile_is_tried_first(name, we
     assert all(record["error"] < 1.5e-2 for record in records.values())
     assert [name for name, record in records.items() if record["shipped"]] == ["tile 4-1024-2"]
     assert {"operator", "tile 2-512-1"} <= set(records)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_queries_of_few_rows_are_charged_with_keys_and_values_that_fill_no_groups(weights, monkeypatch):
+    sizes = dataclasses.replace(SIZES, query_width=96, weights=weights)
+    assert sizes.apart("query", 1) == 64
+    assert sizes.apart("output", 1) == sizes.apart("query", 64) == SIZES.apart("query", 1) == 0
+    dense, seen = LinearWeights.dense, []
+    monkeypatch.setattr(LinearWeights, "dense", lambda self, x, *rest: (seen.append(self.outputs), dense(self, x))[1])
+    race = product_race("query", sizes, 1, 0.5, choices=[], device=CPU)
+    assert race.case.sizes["apart"] == 64
+    records = {record["candidate"]: record for record in measure(race, rounds=1)}
+    assert all(record["error"] < 1.5e-2 for record in records.values())
+    for name, calls in race.candidates.items():
+        seen.clear()
+        assert calls[0]().shape[1] == (160 if name.startswith("dense") else 96)
+        # The dense product makes all three at once.
+        assert seen == ([64] if name == "operator" else [160] if weights == "int8" else [])
 
 
 def test_what_ships_is_a_candidate():

@@ -19,8 +19,7 @@ from wide.models.having import having
 from wide.models.sharding import gathered, overwrite, whole
 from wide.plan import Plan, Routed
 
-_PROBE_ROWS = 4
-_SAME_TO = 2e-2
+_PROBE_ROWS, _SAME_TO = 4, 2e-2
 
 
 def order_name(layer: int) -> str:

@@ -27,8 +27,7 @@ from wide.plan import Plan, Routed
 from wide.training.activations import BYTES_PER_ACTIVATION, in_passes, read_inputs
 from wide.training.parallel import DataParallel
 
-_KMEANS_ROUNDS = 6
-_ROUNDS = 10
+_KMEANS_ROUNDS, _ROUNDS = 6, 10
 # How far a price overshoots at first, of the mean difference between a channel's two cheapest groups, and by which
 # factor more from one bid to the next.
 _OVERSHOOT, _GROWTH = 0.1, 1.01

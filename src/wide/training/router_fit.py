@@ -51,8 +51,7 @@ _TOKENS_WITH_LOSS, _AT_ONCE = 2_048, 1_024
 _CRUCIAL, _LEAST = 40.0, 0.02
 _VALUES_SORTED = 1 << 22
 # Float32 inputs of one sublayer that are multiplied at a time: 256 MiB, and as much again for the products.
-_VALUES_AT_ONCE = 1 << 26
-_BYTES_PER_FLOAT = 4
+_VALUES_AT_ONCE, _BYTES_PER_FLOAT = 1 << 26, 4
 
 
 def fit_routers(

@@ -55,6 +55,11 @@ class LayerSizes:
             width, groups = self.ffn_width, self.ffn_groups
         return width, groups, width // groups
 
+    def apart(self, name: OperatorName, rows: int) -> int:
+        """Return the rows of keys and values that queries of few rows need another product for, to skip at all."""
+        beside = 2 * self.num_kv_heads * self.head_dim if name == "query" and rows <= MAX_ROWS else 0
+        return beside if beside % self.grouped(name)[2] else 0
+
     def int8_rows(self, name: OperatorName) -> bool:
         """Return whether an operator reads many rows in int8."""
         return self.weights == "w8a8" and name not in ("query", "attention")
@@ -87,6 +92,7 @@ def operator_case(name: OperatorName, sizes: LayerSizes, rows: int, active: floa
     elif sizes.int8_rows(name):
         options |= {"rows": "int8"}
     extents = {"num_rows": rows, "num_groups": groups, "group_size": size, other: sizes.hidden_size}
+    extents |= {"apart": apart} if (apart := sizes.apart(name, rows)) else {}
     case = Case(sizes=extents, dtype=torch.bfloat16, active=active, options=options)
     return f"{operator}_{'k' if name in SUMS else 'mn'}", case
 

@@ -21,8 +21,7 @@ _SPARE_ROOM = 256
 # Room beyond a prompt that is made at once, however long a text may become.
 _FIRST_ROOM = 2048
 # Freed memory of earlier calls, with its graphs, that is kept for calls to come: so many, in all this share of a GPU's.
-_KEPT_SLOTS = 2
-_KEPT_SHARE = 0.125
+_KEPT_SLOTS, _KEPT_SHARE = 2, 0.125
 _HOST_MEMORY = 1 << 33
 # Rows of a prompt up to which launching its kernels may take longer than they do; of narrow layers more, as long as
 # rows times columns of the widest product, and with them a graph's memory, are those of an 8B model.

@@ -60,7 +60,7 @@ class Product:
         name: 'query', 'output', 'gate_up' or 'down'.
         active: Share of (row, group) pairs that execute.
         mask: bool [M, N_G].
-        weights: Copies; gate and up are one buffer, as `wide.optimize` lays them.
+        weights: Copies; gate and up are one buffer, as `wide.optimize` lays them, queries and what is `apart` another.
         x: Rows, [M, K].
         zeros: Rows with zeros where nothing executes, if inputs are grouped.
         holes: The same with NaN.
@@ -92,7 +92,7 @@ class Product:
         """
         width, groups, size = sizes.grouped(name)
         outputs, inputs = (sizes.hidden_size, width) if name in SUMS else (width, sizes.hidden_size)
-        parts = 2 if sizes.gates(name) else 1
+        parts, apart = 2 if sizes.gates(name) else 1, sizes.apart(name, rows)
         int8_rows = rows > MAX_ROWS and sizes.int8_rows(name)
         is_int8 = int8_rows or (rows <= MAX_ROWS and sizes.weights != "model")
         if rows <= MAX_ROWS:
@@ -107,7 +107,7 @@ class Product:
             mask = drawn if mask is None else mask
         weights = []
         for _ in range(copies):
-            weight = normal(parts * outputs, inputs, device=device, scale=inputs**-0.5)
+            weight = normal(parts * outputs + apart, inputs, device=device, scale=inputs**-0.5)
             values, scale = quantise_int8(weight) if is_int8 else (weight, None)
             weights.append(LinearWeights(values, None, scale, int8_rows))
         x = zeros = holes = normal(rows, inputs, device=device)
@@ -121,9 +121,11 @@ class Product:
         """Run a choice as an optimised model does, its sort included."""
         if self.name in SUMS:
             return weights.input_groups(self.holes, self.mask, choice, sorts="triton")
-        both = GatedWeights.of_rows(
-            weights, self.sizes.grouped(self.name)[0], "silu" if self.sizes.gates(self.name) else "none"
-        )
+        width, last = self.sizes.grouped(self.name)[0], weights.outputs - self.sizes.apart(self.name, len(self.x))
+        activation = "silu" if self.sizes.gates(self.name) else "none"
+        both = GatedWeights.of_rows(weights.rows(None, last), width, activation)
+        if last < weights.outputs:
+            weights.rows(last, None).dense(self.x)
         return both.output_groups(self.x, self.mask, choice, sorts="triton", zeroed=zeroed)[0]
 
     def race(self, choices: Sequence[Choice], *, zeroed: bool = True) -> Race:
@@ -183,10 +185,11 @@ class Product:
         if self.weights[0].int8_rows:
             whole = self.weights[0].dense
             return {"dense": [partial(whole, self.x)], "dense on zeros": [partial(whole, self.holes, self.mask)]}
+        mask, h, shape = self.mask.unsqueeze(2), self.holes, (self.mask.shape[1], -1)
         return {
             "dense": [partial(linear, self.x, stacked[0])],
             "dense on zeros": [partial(linear, self.zeros, stacked[0])],
-            "dense with select": [partial(_with_select, self.holes, stacked[0], self.mask)],
+            "dense with select": [lambda: linear(torch.where(mask, h.unflatten(1, shape), 0).flatten(1), stacked[0])],
         }
 
     def _exact(self) -> torch.Tensor:
@@ -197,8 +200,9 @@ class Product:
     def _error(self, got: torch.Tensor, wanted: torch.Tensor) -> float:
         if self.name in SUMS:
             return relative(got, wanted)
-        executing = self.mask.repeat_interleave(got.shape[1] // self.mask.shape[1], 1)
-        return relative(got[executing], wanted[executing])
+        width, _, size = self.sizes.grouped(self.name)
+        executing = self.mask.repeat_interleave(size, 1)
+        return relative(got[:, :width][executing], wanted[:, :width][executing])
 
 
 def product_race(
@@ -207,7 +211,3 @@ def product_race(
     """Return the race of a linear operator of a layer, of the choices that fit; arguments as of `Product.draw`."""
     choices = candidates(name, sizes, rows, device, quick=quick)
     return Product.draw(name, sizes, rows, active, device=device).race(choices)
-
-
-def _with_select(h: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return linear(torch.where(mask.unsqueeze(2), h.view(*mask.shape, -1), 0).view_as(h), weight)
