@@ -59,7 +59,8 @@ class BenchOptions:
             Not for glue, naive, naive_depth, coarse, breakdown and traffic.
         group_size: Channels in a group of the FFN, for gemm_mn, gemm_k, gemv, naive, breakdown and traffic; null means
             the usual ones. With 'all' operators it is for those of them, and so are the next two.
-        sparsity: Share that random masks skip, not for reorder, glue and coarse; null means the usual ones.
+        sparsity: Share that random masks skip (routers for breakdown), not for reorder, glue and coarse; null means the
+            usual ones.
         quick: Fewer shapes, tiles and rounds; not for glue, coarse and traffic.
         timed_only: Compare candidates at the timed shapes alone, not in all cases of the operators.
         description: What this bench is for, in a sentence.
@@ -77,7 +78,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""
-        if self.rows is not None and not all(w.strip().isdigit() and int(w) > 0 for w in self.rows.split(",")):
+        if self.rows is not None and not all(w.strip().isdecimal() and int(w) > 0 for w in self.rows.split(",")):
             raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
         if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")

@@ -5,9 +5,10 @@ Usage: wide bench --operators breakdown --output DIR
 Llama-3.1-8B's shapes, random weights, a share of the groups skipped. Results are checked first. Whole calls are timed
 by the wall clock, dense and routed in turns; further ones are traced for their kernels. breakdown.json holds
 
-- gate: what the last gate found (`wide.profiling.correctness`), and tokens of its prompt.
+- gates: what the gate of each prompt found (`wide.profiling.correctness`); nothing is timed behind a red one.
 - records: tokens of the prompt, what ('prompt': a call of the model; 'token': of `generate()` behind that prompt),
-  candidate, part, and us: microseconds of the whole call in that part, divided by the number of layers.
+  candidate, part, and us: microseconds of the whole call in that part, divided by the number of layers. Kernels that
+  are not known count as 'head, rest'.
 - calls: whole calls: median_us, low_us, high_us (tenth and ninetieth percentiles), num_samples, speedup over 'dense'.
 
 Source: paper, section 4.3 (the upper bound of speed-up).
@@ -27,12 +28,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import wide
-from wide.errors import EvaluationError
+from wide.errors import ConfigError, EvaluationError
 from wide.models.attach import attachment
 from wide.models.having import having
 from wide.profiling.calls import DENSE, FORWARD, STEP, Candidate, generate_us, race_calls
 from wide.profiling.correctness import check_decoder, reference
-from wide.profiling.synthetic import random_model, set_shares
+from wide.profiling.synthetic import SHAPES, random_model, set_shares
 from wide.runs.process import say
 from wide.writing import write_whole
 
@@ -51,8 +52,9 @@ _KINDS = {
     SMALL: ("_rope_to_cache", "_gated_", "_clear_skipped", "FillFunctor<c10", "Memset"),
     _PRODUCT: ("nvjet", "gemm", "gemv", "cutlass", "splitK", "_drain_"),
 }
-# A layer, and what follows the last one: a norm, attention's products, each with kernels that end it.
-_ORDER = re.compile(r"N(?P<qkv>[Pp]+)(?P<attention>A+)(?P<output>Pp*)N(?P<gated>Pp*)(?P<down>Pp*)|N(?P<head>Pp*)")
+# A layer, and what follows the last one. Kernels may end a product, and one over groups of inputs comes in slabs.
+_SUM = "P(?:p+P)*p*"
+_ORDER = re.compile(f"N(?P<qkv>[Pp]+)(?P<attention>A+)(?P<output>{_SUM})N(?P<gated>Pp*)(?P<down>{_SUM})|N(?P<head>Pp*)")
 _CALIBRATED, _NEW_TOKENS, _TURNS = 2048, 33, 4
 
 
@@ -154,6 +156,8 @@ def run(
 ) -> bool:
     """Check and time a model on a GPU, write breakdown.json after each prompt, and return whether the gates were green.
 
+    Raises ConfigError if a prompt is longer than the model's positions.
+
     Args:
         out: Folder.
         rows: Tokens of prompts.
@@ -162,35 +166,35 @@ def run(
         quick: Fewer samples.
         shape: One of `wide.profiling.synthetic.SHAPES`.
     """
+    most = SHAPES[shape]["max_position_embeddings"] - _NEW_TOKENS
+    if max(rows) > most:
+        raise ConfigError(f"rows must leave room for {_NEW_TOKENS} tokens, got {max(rows)}; at most {most}")
     torch.manual_seed(17)
     model = random_model(shape, num_layers=None, device=torch.device("cuda"), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     ids = torch.randint(0, model.config.vocab_size, (1, max(rows)), device="cuda")
     wide.attach(model, wide.WideConfig(ffn_group_size=group_size)).requires_grad_(False)
     content: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": shape}
-    content |= {"ffn_group_size": group_size, "skipped": sparsity, "layers": model.config.num_hidden_layers}
-    content |= {"records": [], "calls": []}
+    content |= {"ffn_group_size": group_size, "skipped": f"{sparsity:g}", "layers": model.config.num_hidden_layers}
+    content |= {"gates": [], "records": [], "calls": []}
     out.mkdir(parents=True, exist_ok=True)
     set_shares(model, ids[:, :_CALIBRATED], (sparsity, sparsity))
     wide.optimize(model, executed=(1.0 - sparsity, 1.0 - sparsity))
-    with having(model, forward=partial(type(model).forward, model)):
-        masked = reference(model, ids)
-    content["gate"] = check_decoder(attachment(model).engine.decoder, masked)
-    del masked
-    green = bool(content["gate"]["green"])
-    say(f"gate     {'green' if green else 'RED, so that nothing is timed'}")
-    _write(out, content)
-    for length in rows if green else ():
-        for kind, found in measure(model, ids[:, :length], quick=quick).items():
-            content[kind] += found
-        say(_lines(content["records"], length))
+    for length in rows:
+        with having(model, forward=partial(type(model).forward, model)):
+            masked = reference(model, ids[:, :length])
+        content["gates"].append(check_decoder(attachment(model).engine.decoder, masked))
+        del masked
+        green = bool(content["gates"][-1]["green"])
+        if green:
+            for kind, found in measure(model, ids[:, :length], quick=quick).items():
+                content[kind] += found
+        say(_lines(content["records"], length) if green else f"RED, nothing is timed: {length} tokens")
         # Written after each prompt, so that a stopped run keeps what it measured.
-        _write(out, content)
-    return green
-
-
-def _write(out: Path, content: dict[str, Any]) -> None:
-    write_whole(out / "breakdown.json", json.dumps(content, indent=1) + "\n")
+        write_whole(out / "breakdown.json", json.dumps(content, indent=1) + "\n")
+        if not green:
+            return False
+    return True
 
 
 def _lines(records: Sequence[dict[str, Any]], length: int) -> str:

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks.breakdown import IDLE, PARTS, forwards, run
-from wide.errors import EvaluationError
+from benchmarks.breakdown import IDLE, NORMS, PARTS, SORTS, forwards, run
+from wide.errors import ConfigError, EvaluationError
 
 NVJET = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT"
 DENSE_LAYER = [
@@ -35,9 +35,12 @@ ROUTED_LAYER = [
     ("_rms_norm", 9.0),
     ("_route", 10.0),
     ("gemm_mn", 11.0),
-    ("_clear_skipped", 12.0),
-    ("_gemm_k_kernel", 13.0),
-    ("_drain_kernel", 14.0),
+    ("_clear_skipped", 11.75),
+    ("void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>>", 0.25),
+    ("_gemm_k_kernel", 6.0),
+    ("_drain_kernel", 7.0),
+    ("_gemm_k_kernel", 6.0),
+    ("_drain_kernel", 8.0),
 ]
 STEP_LAYER = [
     ("_route_few", 1.0),
@@ -105,16 +108,24 @@ def test_an_order_that_no_layer_has_is_refused(kernels):
         forwards(timed(kernels))
 
 
+def test_prompts_that_leave_no_room_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"got 131072; at most 131039"):
+        run(tmp_path, rows=(64, 131072))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are traced on a GPU")
 def test_a_model_is_checked_then_traced(tmp_path):
     assert run(tmp_path, rows=(600, 64), quick=True, shape="tiny")
     found = json.loads((tmp_path / "breakdown.json").read_text())
-    assert found["gate"]["green"]
-    assert found["gate"]["tokens"] == 600
+    assert [(gate["tokens"], gate["green"]) for gate in found["gates"]] == [(600, True), (64, True)]
     kinds = {(row["tokens"], row["what"], row["candidate"]) for row in found["records"]}
     assert kinds == {(t, w, c) for t in (600, 64) for w in ("prompt", "token") for c in ("dense", "routed")}
     assert len(found["records"]) == len(kinds) * len(PARTS)
+    us = {(r["tokens"], r["what"], r["candidate"], r["part"]): r["us"] for r in found["records"]}
+    for tokens in (600, 64):
+        assert us[tokens, "prompt", "dense", SORTS] == 0.0
+        assert us[tokens, "prompt", "routed", NORMS] > us[tokens, "prompt", "dense", NORMS]
     whole = {(row["tokens"], row["what"], row["candidate"]): row["median_us"] for row in found["calls"]}
     assert whole.keys() == kinds
     for kind, us in whole.items():

@@ -392,6 +392,14 @@ def test_prompts_of_a_text_differ_and_an_adapter_runs_merged(tiny_model_folder, 
         profile._prompts(options, found)
 
 
+def test_a_session_counts_whole_batches_and_takes_their_median(monkeypatch):
+    spent = iter([9.0, 9.0, 1.0, 4.0, 2.0])
+    monkeypatch.setattr(calls, "_batching", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(calls, "_batch", lambda manager, prompts, new: (next(spent), prompts))
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=16))
+    assert calls.batch_rate(Candidate(name="routed", model=model), 3, 8, 40) == 3 * 40 / 2.0
+
+
 def test_sessions_of_batches_take_turns(monkeypatch):
     order = []
 

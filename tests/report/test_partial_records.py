@@ -70,6 +70,7 @@ def test_no_field_of_a_bench_is_taken_for_granted(name, tmp_path):
         for field in records[place]:
             for value in WRONG:
                 content = {"device": "GPU", "records": with_wrong(records, place, field, value)}
+                content |= {"ffn_group_size": 64, "skipped": "0.5"}
                 profile = Profile((bench_file(f"{name}.json", content),))
                 show(SPEED_FIGURES, profile)
                 assert all(table.rows for table in profile.others().values())

@@ -167,12 +167,14 @@ def test_whole_models_are_drawn_over_their_size_by_door(tmp_path):
 
 def test_parts_of_a_layer_are_drawn_by_call(tmp_path):
     records = [part("dense", 4.0), part("routed", 2.5), part("routed", 0.0, "token"), part("dense", 1.0) | {"us": None}]
-    write_json(tmp_path / "breakdown.json", records)
+    write_json(tmp_path / "breakdown.json", [*records, part("dense", -1.0)], ffn_group_size=64, skipped="0.5")
+    write_json(tmp_path / "bench/breakdown.json", [part("routed", 3.0)], ffn_group_size=128, skipped="0.3")
     profile = read_profile(tmp_path)
-    assert [row["us"] for row in profile.parts()] == [4.0, 2.5, 0.0]
+    assert [row["us"] for row in profile.parts()] == [4.0, 2.5, 0.0, 3.0]
     _, words = draw_svg(PARTS, profile)
-    assert "prompt, 4096 tokens, routed: 2.50 at attention" in words
-    assert len(profile.notes) == 1
+    assert "prompt, 4096 tokens, G = 64, 0.5 skipped, routed: 2.50 at attention" in words
+    assert "prompt, 4096 tokens, G = 128, 0.3 skipped, routed: 3.00 at attention" in words
+    assert len(profile.notes) == 2
 
 
 def test_group_sizes_and_models_are_told_apart(tmp_path):

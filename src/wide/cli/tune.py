@@ -46,7 +46,7 @@ class TuneOptions:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not all(word.strip().isdigit() and int(word) > 0 for word in self.rows.split(",")):
+        if not all(word.strip().isdecimal() and int(word) > 0 for word in self.rows.split(",")):
             raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
         if len(self.shares) != 2 or not all(0.0 < share <= 1.0 for share in self.shares):
             raise ConfigError(f"executed must be two shares in (0, 1] like 0.34,0.7, got {self.executed!r}")

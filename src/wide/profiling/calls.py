@@ -197,9 +197,7 @@ def race_batches(
                 samples[each.name].append(batch_rate(each, requests, prompt, new))
         if turn + 1 >= _LEAST_ROUNDS and (quick or time.perf_counter() - began > _SESSION_SECONDS):
             break
-    return {
-        name: {"tokens_per_s": statistics.median(found), "num_samples": len(found)} for name, found in samples.items()
-    }
+    return {name: {"tokens_per_s": statistics.median(each), "num_samples": len(each)} for name, each in samples.items()}
 
 
 def _rotated(candidates: Sequence[Candidate], turn: int) -> list[Candidate]:

@@ -28,8 +28,7 @@ _STEPS, _PLACES, _CAPTURED_PROMPT = 4, 128, 1024
 # Of a batch: tokens of each sequence, and how many of its sequences also run alone.
 _BATCH_TOKENS, _ALONE = 256, 4
 # Rounding of two routed paths may add up to this multiple of that of two dense paths.
-_ALLOWED = 1.5
-_SLACK = 5e-3
+_ALLOWED, _SLACK = 1.5, 5e-3
 LIMIT = 6e-2
 """Two paths of one model in bfloat16 under the same masks stay within this on a deep model."""
 Gate = dict[str, Any]

@@ -67,7 +67,7 @@ class ProfileOptions(Checked):
         Checked.__post_init__(self)
         for name in ("batch", "prompt", "batched"):
             words = (getattr(self, name) or "1").split(",")
-            if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+            if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
                 raise ConfigError(f"{name} must be positive numbers separated by commas, got {getattr(self, name)!r}")
         if not self.calls_timed or not set(self.calls_timed) <= set(CALLS):
             raise ConfigError(f"calls are {' and '.join(CALLS)}, separated by commas, got {self.calls!r}")

@@ -162,9 +162,10 @@ def _as_row(record: Row, head: Row) -> Row:
 
 
 def _part(record: Row, head: Row) -> Row:
-    call = f"{_text(record, 'what')}, {int(_positive(record, 'tokens'))} tokens"
+    call = f"{_text(record, 'what')}, {int(_positive(record, 'tokens'))} tokens, G = {head['ffn_group_size']}"
     named = {name: _text(record, name) for name in ("candidate", "part")}
-    return {"device": str(head.get("device", "")), "call": call, **named, "us": float(record["us"])}
+    us = 0.0 if record["us"] == 0 else _positive(record, "us")
+    return {"device": str(head.get("device", "")), "call": f"{call}, {head['skipped']} skipped", **named, "us": us}
 
 
 def _timed(record: Row, head: Row) -> Row:
