@@ -16,6 +16,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from typing import Any
 from wide.records import Cell, Record, Stage, read_records
 from wide.report.drawing import draw, style
 from wide.report.figure import Figure
+from wide.report.reading import read_profile
 from wide.report.selection import Selection
+from wide.report.speed import SPEED_FIGURES
 from wide.report.table import Table
 from wide.writing import replacing
 
@@ -517,6 +520,11 @@ def _beside(name: str, regimes: dict[Regime, str]) -> Figure:
 
 FIGURES = (
     COLUMNS,
+    replace(
+        next(figure for figure in SPEED_FIGURES if figure.name == "parts"),
+        name="breakdown",
+        rows=lambda _: read_profile(ROOT / "docs/results/h200").parts(),
+    ),
     _beside(
         "beside-one",
         {
