@@ -11,6 +11,7 @@ from wide.cli.measuring import noted, require_gpu
 from wide.errors import ConfigError, EvaluationError, UsageError
 from wide.runs.process import say
 from wide.runs.settings import build
+from wide.schema import positive_numbers
 
 _BACKENDS = "triton,cuda"
 _OPERATORS = ("reorder", "gemm_mn", "gemm_k", "prefill", "decode", "decode_groups", "gemv")
@@ -78,8 +79,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed."""
-        if self.rows is not None and not all(w.strip().isdecimal() and int(w) > 0 for w in self.rows.split(",")):
-            raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
+        positive_numbers(self.rows, "rows")
         if self.sparsity is not None and not 0.0 <= self.sparsity < 1.0:
             raise ConfigError(f"sparsity must lie in [0, 1), got {self.sparsity}; 0.5 skips half of the work")
         # The FFN of the measured shapes has 14336 channels.
@@ -97,7 +97,7 @@ class BenchOptions:
         """Return the fields that are not null, rows as numbers."""
         found = {name: getattr(self, name) for name in names}
         if found.get("rows") is not None:
-            found["rows"] = [int(word) for word in found["rows"].split(",")]
+            found["rows"] = positive_numbers(self.rows, "rows")
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -83,6 +83,14 @@ def require(kinds: Any, value: object, name: str, wanted: str) -> None:
         raise ConfigError(f"{name} must be {wanted}, got {type(value).__name__} {reprlib.repr(value)}")
 
 
+def positive_numbers(text: str | None, name: str) -> list[int]:
+    """Return the numbers of a text that commas separate, none of None; raises ConfigError for what is no such text."""
+    words = [] if text is None else text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"{name} must be positive numbers separated by commas, got {text!r}")
+    return [int(word) for word in words]
+
+
 def read_json(file: Path) -> Any:
     """Return what a JSON file holds; raises AdapterError if it cannot be read, or is not JSON."""
     try:

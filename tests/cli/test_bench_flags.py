@@ -50,6 +50,15 @@ from wide.errors import EvaluationError, UsageError
         (["bench", "--output", "o", "--operators", "gemm_k", "--backends", "torch"], 1, "got ['torch']"),
         (["bench", "--output", "o", "--operators", "prefill", "--backends", "cuda"], 1, "prefill have no cuda backend"),
         (["bench", "--output", "o", "--operators", "decode", "--backends", "cuda"], 1, "decode have no cuda backend"),
+        (
+            ["bench", "--output", "o", "--rows", "64,²"],
+            1,
+            "rows must be positive numbers separated by commas, got '64,²'",
+        ),
+        (["bench", "--output", "o", "--rows", ""], 1, "got ''"),
+        (["tune", "--model", "m", "--rows", "²"], 1, "rows must be positive numbers separated by commas, got '²'"),
+        (["profile", "--output", "o", "--prompt", ""], 1, "prompt must be positive numbers"),
+        (["profile", "--output", "o", "--batched", "8,²"], 1, "batched must be positive numbers"),
         (["profile", "--output", "o", "--shape", "gpt"], 2, "unknown shape 'gpt'; choose one of llama-3.1-8b, tiny"),
         (
             ["profile", "--output", "o", "--model", "m", "--layers", "2"],

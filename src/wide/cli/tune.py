@@ -10,6 +10,7 @@ from wide.cli.measuring import require_gpu
 from wide.errors import ConfigError, UsageError
 from wide.runs.process import say
 from wide.runs.settings import WeightsFormat, build
+from wide.schema import positive_numbers
 
 if TYPE_CHECKING:
     from wide.inference.choice.tuning.tune import TunedLayer
@@ -46,8 +47,7 @@ class TuneOptions:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not all(word.strip().isdecimal() and int(word) > 0 for word in self.rows.split(",")):
-            raise ConfigError(f"rows must be positive numbers separated by commas, got {self.rows!r}")
+        positive_numbers(self.rows, "rows")
         if len(self.shares) != 2 or not all(0.0 < share <= 1.0 for share in self.shares):
             raise ConfigError(f"executed must be two shares in (0, 1] like 0.34,0.7, got {self.executed!r}")
         if self.adapter is not None and (self.ffn_group_size, self.attention_group_size) != (None, None):
@@ -87,7 +87,7 @@ def run(given: Sequence[str]) -> None:
     tuned = tune_layers(
         layers(options),
         device=torch.device("cuda", torch.cuda.current_device()),
-        rows=[int(word) for word in options.rows.split(",")],
+        rows=positive_numbers(options.rows, "rows"),
         executed=(attention, ffn),
         quick=options.quick,
         seconds=options.seconds,

@@ -162,9 +162,8 @@ def _batching(model: Any, requests: int, prompt: int, new: int) -> Iterator[Any]
         q_padding_interval_size=min(64, requests),
     )
     greedy = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with model.continuous_batching_context_manager(
-        generation_config=greedy, continuous_batching_config=settings
-    ) as manager:
+    how = {"generation_config": greedy, "continuous_batching_config": settings}
+    with model.continuous_batching_context_manager(**how) as manager:
         yield manager
 
 

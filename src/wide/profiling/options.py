@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from wide.errors import ConfigError
-from wide.schema import Between, Checked, Positive
+from wide.schema import Between, Checked, Positive, positive_numbers
 
 CALLS = ("forward", "generate")
 """The calls that are timed for each prompt and batch; `generate_batch` has numbers of requests of its own."""
@@ -65,10 +65,7 @@ class ProfileOptions(Checked):
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
-        for name in ("batch", "prompt", "batched"):
-            words = (getattr(self, name) or "1").split(",")
-            if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-                raise ConfigError(f"{name} must be positive numbers separated by commas, got {getattr(self, name)!r}")
+        _ = self.batches, self.prompts, self.requests  # what is no number is refused now
         if not self.calls_timed or not set(self.calls_timed) <= set(CALLS):
             raise ConfigError(f"calls are {' and '.join(CALLS)}, separated by commas, got {self.calls!r}")
         try:
@@ -81,17 +78,17 @@ class ProfileOptions(Checked):
     @property
     def batches(self) -> list[int]:
         """Numbers of sequences."""
-        return _numbers(self.batch)
+        return positive_numbers(self.batch, "batch")
 
     @property
     def prompts(self) -> list[int]:
         """Tokens of prompts."""
-        return _numbers(self.prompt)
+        return positive_numbers(self.prompt, "prompt")
 
     @property
     def requests(self) -> list[int]:
         """Requests at once in `generate_batch`."""
-        return _numbers(self.batched)
+        return positive_numbers(self.batched, "batched")
 
     @property
     def calls_timed(self) -> list[str]:
@@ -111,7 +108,3 @@ class ProfileOptions(Checked):
             return self.model
         shape = self.shape or "llama-3.1-8b"
         return shape if self.layers is None else f"{shape}, {self.layers} layers"
-
-
-def _numbers(text: str | None) -> list[int]:
-    return [int(word) for word in text.split(",")] if text else []
