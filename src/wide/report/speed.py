@@ -10,8 +10,8 @@ from typing import Any
 from wide.report.figure import Row, figures, grouped
 from wide.report.table import Table
 
-OPERATORS, ATTENTION, END_TO_END, PARTS = "operators.json", "attention.json", "endtoend.json", "breakdown.json"
-BENCH_FILES = (OPERATORS, ATTENTION, END_TO_END, PARTS, "naive.json", "depth.json", "glue.json")
+OPERATORS, ATTENTION, END_TO_END, BREAKDOWN = "operators.json", "attention.json", "endtoend.json", "breakdown.json"
+BENCH_FILES = (OPERATORS, ATTENTION, END_TO_END, BREAKDOWN, "naive.json", "depth.json", "glue.json")
 """Names of the files that benches write; of those after the first four the page shows the records as a table."""
 # Only these candidates of the prefill attention are charged with the reordering that they need.
 _CHARGED = "reorder charged"
@@ -54,7 +54,7 @@ class Profile:
 
     def parts(self) -> list[Row]:
         """Return the parts of layers."""
-        return self._latest((PARTS,), ("device", "call", "candidate", "part"))
+        return self._latest((BREAKDOWN,), ("device", "call", "candidate", "part"))
 
     def others(self) -> dict[str, Table]:
         """Return the records of benches without a figure, such as those of naive products, by the file's name."""
@@ -78,7 +78,7 @@ def bench_file(name: str, content: Mapping[str, Any], path: str = "") -> BenchFi
     `name` is one of `BENCH_FILES`; `content` is what the bench writes, with a list of records.
     """
     head = {key: value for key, value in content.items() if isinstance(value, str | int)}
-    read = {OPERATORS: _timed, ATTENTION: _timed, END_TO_END: _forward, PARTS: _part}.get(name, _as_row)
+    read = {OPERATORS: _timed, ATTENTION: _timed, END_TO_END: _forward, BREAKDOWN: _part}.get(name, _as_row)
     faults: Counter[str] = Counter()
     rows: list[Row] = []
     records = [record for kind in ("records", "first_tokens", "batched") for record in content.get(kind) or ()]
