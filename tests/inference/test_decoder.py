@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wide.config import WideConfig
 from wide.errors import ShapeError, UnsupportedModelError
+from wide.inference.choice.tuning.tune import tuned_layers
 from wide.inference.engine.decoder import Decoder
 from wide.inference.engine.layer import ForwardOptions, force
 from wide.inference.operators.table import DENSE_TABLE as UNSKIPPED
 from wide.inference.operators.table import OPERATORS
-from wide.models.attach import attach
+from wide.models.attach import attach, attachment
 from wide.models.observe import bypass, capture_routing
 
 DENSE_TABLE = fixed("torch", query=None, attention=None, output=None, gate_up=None, down=None, few=())
@@ -105,6 +106,22 @@ def test_steps_without_skipped_keys_leave_zeros_in_skipped_heads(attention_group
     cache = decoder.new_cache(2)
     decoder.prefill(ids[:, :8], torch.full((2,), 8, dtype=torch.int32), cache, run)
     torch.testing.assert_close(decoder.step(ids[:, 8], cache, run), whole[:, 8], **CLOSE)
+
+
+@pytest.mark.parametrize(("heads", "apart"), [(4, 0), (6, 32)])
+def test_races_know_where_keys_and_values_fill_no_groups_of_the_engine(heads, apart):
+    shape = STRAIGHT["llama"] | {
+        "hidden_size": 48,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    model = attach(stirred(make("llama", **shape)), WideConfig(ffn_group_size=16, router_rank=4))
+    state = attachment(model)
+    (layer,) = set(tuned_layers(state.specs, state.plan))
+    assert layer.sizes.apart("query", 1) == apart
+    extra = {each.attention.router.extra for each in Decoder(model, max_length=16).layers}
+    assert (extra == {0}) == bool(apart)
 
 
 @pytest.mark.parametrize("router_input", ["normed", "residual"])
